@@ -1,0 +1,1 @@
+"""The loop, the data, the measurements and the checkpoints of ``xmoe train``."""
