@@ -1,0 +1,280 @@
+"""PyTorch twins of the kernels: the CPU path, and the oracle each Triton kernel is compared with.
+
+Same names, same signatures and same results as the kernels; plain tensor code, no autograd (the operators of
+``xmoe.ops`` call forward and backward by name). Shape letters are those of ``xmoe/types.py``.
+
+Accumulation is in at least float32 (``accumulator_dtype``), in an order fixed by the integers, so that two runs
+agree bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Activation = Literal["swiglu", "gelu", "gelu_tanh", "relu"]
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 for float16, bfloat16 and float32; float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def top_k_ids(scores_TE: Tensor, top_k: int) -> Tensor:
+    """Ids of the K largest scores of each row, largest first; of equal scores the lowest id wins.
+
+    Returns int64 ``[T, K]``. ``torch.topk`` leaves the order of ties open, and with it the determinism of routing.
+
+    Example: scores [[1, 3, 3, 0]], K=2 gives [[1, 2]].
+    """
+    remaining = scores_TE.clone()
+    ids_TK = scores_TE.new_empty((scores_TE.shape[0], top_k), dtype=torch.int64)
+    for choice in range(top_k):
+        best_T1 = remaining.argmax(dim=1, keepdim=True)
+        ids_TK[:, choice : choice + 1] = best_T1
+        remaining.scatter_(1, best_T1, float("-inf"))
+    return ids_TK
+
+
+def count_ids(ids: Tensor, num_bins: int) -> Tensor:
+    """int64 ``[num_bins]``: how often each id occurs; negative ids are not counted.
+
+    Example: ids [[2, 0], [2, -1]], 3 bins gives [1, 0, 2].
+    """
+    flat = ids.reshape(-1).long()
+    counts = flat.new_zeros(num_bins + 1)
+    counts.scatter_add_(0, torch.where(flat < 0, num_bins, flat), torch.ones_like(flat))
+    return counts[:num_bins]
+
+
+def sort_slots(ids_TK: Tensor, num_experts: int) -> Tensor:
+    """int32 ``[T*K]``: slots in the order of their experts, ties by slot, dropped slots (-1) last.
+
+    Example: ids [[1, 0], [-1, 1]] gives [1, 0, 3, 2].
+    """
+    flat = ids_TK.reshape(-1)
+    key = torch.where(flat < 0, num_experts, flat).to(torch.int32)
+    return key.argsort(stable=True).to(torch.int32)
+
+
+def ranks_within_expert(ids: Tensor, priorities: Tensor, num_experts: int) -> Tensor:
+    """int64, shaped like ``ids``: the place of each assignment among those of its expert, highest priority first.
+
+    Equal priorities keep their order. Assignments of id -1 get places of their own that mean nothing.
+
+    Example: ids [0, 1, 0, 0], priorities [.1, .5, .9, .1] gives [1, 0, 0, 2].
+    """
+    flat = ids.reshape(-1).long()
+    key = torch.where(flat < 0, num_experts, flat)
+    by_priority = priorities.reshape(-1).argsort(descending=True, stable=True)
+    order = by_priority[key[by_priority].argsort(stable=True)]
+    counts = count_ids(key, num_experts + 1)
+    starts = counts.cumsum(0) - counts
+    places = torch.empty_like(flat)
+    places[order] = torch.arange(flat.numel(), device=flat.device) - starts[key[order]]
+    return places.view(ids.shape)
+
+
+def gather_rows(x_TD: Tensor, slot_ids_N: Tensor, top_k: int) -> Tensor:
+    """``out[n] = x[slot_ids[n] // top_k]``, ``[N, D]`` in x's dtype.
+
+    Example: x rows a, b, K=2, slots [3, 0] gives rows b, a.
+    """
+    return x_TD.index_select(0, slot_ids_N // top_k)
+
+
+def combine_rows(rows_ND: Tensor, slot_ids_N: Tensor, num_tokens: int, *, top_k: int) -> Tensor:
+    """``out[t] = sum of rows[n] over n with slot_ids[n] // top_k == t``, ``[T, D]`` in rows' dtype.
+
+    Summed in the order of the slots in at least float32: each token is written once, nothing is atomic.
+
+    Example: rows a, b, c of slots [2, 0, 1], K=2 gives rows b + c, a.
+    """
+    num_rows, width = rows_ND.shape
+    row_of_slot = slot_ids_N.new_full((num_tokens * top_k,), num_rows, dtype=torch.int64)
+    row_of_slot[slot_ids_N.long()] = torch.arange(num_rows, device=rows_ND.device)
+    padded = torch.cat([rows_ND, rows_ND.new_zeros(1, width)])
+    row_of_slot_TK = row_of_slot.view(num_tokens, top_k)
+    total = rows_ND.new_zeros((num_tokens, width), dtype=accumulator_dtype(rows_ND.dtype))
+    for choice in range(top_k):
+        total += padded.index_select(0, row_of_slot_TK[:, choice])
+    return total.to(rows_ND.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertWeights:
+    """Weights of the local experts, one list entry for each, as ``nn.Linear`` keeps them: ``[out, in]``.
+
+    ``up``    of ``[F, D]``, ``down`` of ``[D, F]``, ``gate`` of ``[F, D]`` for swiglu and empty otherwise;
+    biases ``[F]``, ``[D]``, ``[F]`` in lists of the same length, or empty lists where the experts have none.
+    """
+
+    up: Sequence[Tensor]
+    down: Sequence[Tensor]
+    gate: Sequence[Tensor] = ()
+    up_bias: Sequence[Tensor] = ()
+    down_bias: Sequence[Tensor] = ()
+    gate_bias: Sequence[Tensor] = ()
+
+    FIELDS = ("up", "down", "gate", "up_bias", "down_bias", "gate_bias")
+
+
+def expert_mlp_forward(
+    x_RD: Tensor,
+    row_ids_M: Tensor,
+    weights_M: Tensor,
+    counts: Sequence[int],
+    *,
+    experts: ExpertWeights,
+    activation: Activation,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The routed MLP of ragged rows, an expert at a time so that its rows and weights stay in cache.
+
+        y[r] = sum over m with row_ids[m] == r of down_e(weights[m] * act(up_e(x[r])))      e the expert of m
+
+    Assignments are sorted by expert, ``counts[e]`` of them for expert e; within one expert rows are distinct.
+    Rows are gathered inside, and weights are applied before the down projection, so that neither permuted copies
+    nor post-activations outlive the expert that uses them.
+
+    Returns ``y_RD`` and what backward needs: the pre-activations ``up_MF`` and, for swiglu, ``gate_MF``.
+
+    Example: one expert with up = down = [[2]] and relu, x = [[3]], row_ids [0], weights [.5]: up 6, y 6.
+    """
+    dtype, accumulator = x_RD.dtype, accumulator_dtype(x_RD.dtype)
+    num_assignments, width = row_ids_M.numel(), experts.up[0].shape[0]
+    up_MF = x_RD.new_empty((num_assignments, width))
+    gate_MF = x_RD.new_empty((num_assignments, width)) if activation == "swiglu" else None
+    y_RD = torch.zeros_like(x_RD, dtype=accumulator)
+    x_rows = x_RD.new_empty((max(counts, default=0), x_RD.shape[1]))
+    y_rows = torch.empty_like(x_rows)
+    for expert, rows in enumerate(_segments(counts)):
+        if rows.start == rows.stop:
+            continue
+        count = rows.stop - rows.start
+        ids, weight_N1 = row_ids_M[rows], weights_M[rows, None]
+        x = torch.index_select(x_RD, 0, ids, out=x_rows[:count])
+        up = _linear(x, experts.up, experts.up_bias, expert, out=up_MF[rows])
+        gate = _linear(x, experts.gate, experts.gate_bias, expert, out=gate_MF[rows]) if gate_MF is not None else None
+        hidden = _activate(up, gate, activation).mul_(weight_N1).to(dtype)
+        y = torch.mm(hidden, experts.down[expert].t(), out=y_rows[:count])
+        if experts.down_bias:
+            y.add_(experts.down_bias[expert] * weight_N1.to(dtype))
+        y_RD.index_add_(0, ids, y.to(accumulator))
+    return y_RD.to(dtype), up_MF, gate_MF
+
+
+def expert_mlp_backward(
+    grad_y_RD: Tensor,
+    x_RD: Tensor,
+    row_ids_M: Tensor,
+    weights_M: Tensor,
+    counts: Sequence[int],
+    *,
+    experts: ExpertWeights,
+    activation: Activation,
+    up_MF: Tensor,
+    gate_MF: Tensor | None,
+) -> tuple[Tensor, Tensor, ExpertWeights]:
+    """Gradients of :func:`expert_mlp_forward`: of ``x_RD``, of ``weights_M`` and of every expert's weights.
+
+    The activation is computed again from the pre-activations. An expert without rows gets exact zeros.
+    """
+    dtype, accumulator = x_RD.dtype, accumulator_dtype(x_RD.dtype)
+    grad_x_RD = torch.zeros_like(x_RD, dtype=accumulator)
+    grad_weights_M = torch.empty_like(weights_M)
+    grads: dict[str, list[Tensor]] = {field: [] for field in ExpertWeights.FIELDS}
+    x_rows = x_RD.new_empty((max(counts, default=0), x_RD.shape[1]))
+    dy_rows, dx_rows = torch.empty_like(x_rows), torch.empty_like(x_rows)
+    for expert, rows in enumerate(_segments(counts)):
+        if rows.start == rows.stop:
+            for field, found in grads.items():
+                weights = getattr(experts, field)
+                if weights:
+                    found.append(torch.zeros_like(weights[expert]))
+            continue
+        count = rows.stop - rows.start
+        ids, weight_N1 = row_ids_M[rows], weights_M[rows, None]
+        x = torch.index_select(x_RD, 0, ids, out=x_rows[:count])
+        dy = torch.index_select(grad_y_RD, 0, ids, out=dy_rows[:count])
+        up, gate = up_MF[rows], gate_MF[rows] if gate_MF is not None else None
+        d_hidden = torch.mm(dy, experts.down[expert]).to(accumulator)
+        hidden, d_up, d_gate, grad_weights_M[rows] = _activation_backward(
+            d_hidden, up, gate, weight_N1, activation=activation
+        )
+        grads["down"].append(torch.mm(dy.t(), hidden.to(dtype)))
+        if experts.down_bias:
+            bias = experts.down_bias[expert]
+            grads["down_bias"].append((dy * weight_N1.to(dtype)).sum(0))
+            grad_weights_M[rows] += torch.mv(dy, bias).to(weights_M.dtype)
+        dx = torch.mm(_projection_grads(grads, "up", d_up.to(dtype), x), experts.up[expert], out=dx_rows[:count])
+        if d_gate is not None:
+            dx.addmm_(_projection_grads(grads, "gate", d_gate.to(dtype), x), experts.gate[expert])
+        grad_x_RD.index_add_(0, ids, dx.to(accumulator))
+    for name in ("up", "gate", "down"):
+        if not getattr(experts, name + "_bias"):
+            grads[name + "_bias"].clear()
+    return grad_x_RD.to(dtype), grad_weights_M, ExpertWeights(**grads)
+
+
+def _segments(counts: Sequence[int]) -> list[slice]:
+    """Slices of consecutive segments: counts [2, 0, 1] gives 0:2, 2:2, 2:3."""
+    ends = [0]
+    for count in counts:
+        ends.append(ends[-1] + count)
+    return [slice(start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def _linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], expert: int, *, out: Tensor) -> Tensor:
+    if biases:
+        return torch.addmm(biases[expert], x, weights[expert].t(), out=out)
+    return torch.mm(x, weights[expert].t(), out=out)
+
+
+def _projection_grads(grads: dict[str, list[Tensor]], name: str, d_out: Tensor, x: Tensor) -> Tensor:
+    """Appends the weight and bias gradient of one up or gate projection; returns ``d_out``."""
+    grads[name].append(torch.mm(d_out.t(), x))
+    grads[name + "_bias"].append(d_out.sum(0))
+    return d_out
+
+
+def _activate(up: Tensor, gate: Tensor | None, activation: Activation) -> Tensor:
+    """Post-activation in the accumulator's dtype, a new tensor."""
+    up = up.to(accumulator_dtype(up.dtype))
+    if activation == "swiglu":
+        assert gate is not None
+        return torch.nn.functional.silu(gate.to(up.dtype)).mul_(up)
+    if activation == "relu":
+        return up.clamp(min=0)
+    return torch.nn.functional.gelu(up, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def _activation_backward(
+    d_hidden: Tensor, up: Tensor, gate: Tensor | None, weight_N1: Tensor, *, activation: Activation
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """From the gradient of ``hidden = weight * act``: hidden itself, d_up, d_gate (or None) and d_weight ``[n]``.
+
+    ``d_hidden`` is overwritten.
+    """
+    up = up.to(d_hidden.dtype)
+    if activation == "swiglu":
+        assert gate is not None
+        gate = gate.to(d_hidden.dtype)
+        silu = torch.nn.functional.silu(gate)
+        hidden = silu * up
+        d_weight = (d_hidden * hidden).sum(1)
+        d_hidden.mul_(weight_N1)
+        d_gate = torch.ops.aten.silu_backward(d_hidden * up, gate)
+        return hidden.mul_(weight_N1), silu.mul_(d_hidden), d_gate, d_weight
+    hidden = _activate(up, None, activation)
+    d_weight = (d_hidden * hidden).sum(1)
+    d_hidden.mul_(weight_N1)
+    if activation == "relu":
+        d_up = d_hidden.masked_fill_(up <= 0, 0.0)
+    else:
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        d_up = torch.ops.aten.gelu_backward(d_hidden, up, approximate=approximate)
+    return hidden.mul_(weight_N1), d_up, None, d_weight

@@ -1,0 +1,43 @@
+"""xmoe: mixture-of-experts training with DeepSpeed on AMD and other HPC machines.
+
+``from xmoe import MoE`` replaces ``deepspeed.moe.layer.MoE``; ``xmoe.initialize`` replaces ``deepspeed.initialize``
+and reads the ``"xmoe"`` section of the DeepSpeed JSON. Importing this package imports neither torch nor
+DeepSpeed: public names are resolved on first use, so that a login node without torch can still run the planner
+and print the configuration schema.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import ConfigError as ConfigError
+    from .config import XMoEConfig as XMoEConfig
+    from .integrations.deepspeed import MoE as MoE
+    from .integrations.deepspeed import initialize as initialize
+    from .layer import RoutedMLP as RoutedMLP
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "MoE": "xmoe.integrations.deepspeed",
+    "initialize": "xmoe.integrations.deepspeed",
+    "replace_moe_layers": "xmoe.integrations.deepspeed",
+    "RoutedMLP": "xmoe.layer",
+    "ConfigError": "xmoe.config",
+    "XMoEConfig": "xmoe.config",
+}
+
+__all__ = [*_PUBLIC, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    module = _PUBLIC.get(name)
+    if module is None:
+        raise AttributeError(f"module 'xmoe' has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,212 @@
+"""The local experts: any module, run as one fused operator where its formula is known.
+
+An expert keeps the parameters its author gave it, one set for each expert, in the author's order. That keeps state
+dicts, optimizer states and ZeRO's flat partitions those of DeepSpeed's native layer, byte for byte. A stacked
+``[e, out, in]`` view, where a kernel wants one, is a matter of strides, not of other parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .kernels.reference import Activation, ExpertWeights, accumulator_dtype
+from .ops.expert_mlp import expert_mlp
+from .types import DispatchPlan, Rows
+
+# Names of (gate, up, down) or of (up, down) under which the field's models keep their linear layers.
+_GATED_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_PLAIN_NAMES = (
+    ("fc1", "fc2"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+    ("up_proj", "down_proj"),
+    ("c_fc", "c_proj"),
+    ("w1", "w2"),
+)
+_PLAIN_ACTIVATIONS: tuple[Activation, ...] = ("gelu", "gelu_tanh", "relu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPFormula:
+    """Where an expert keeps its linear layers, and what it does between them: ``down(act(up(x)))``."""
+
+    activation: Activation
+    up: str
+    down: str
+    gate: str | None = None
+
+    def weights(self, experts: Sequence[nn.Module]) -> ExpertWeights:
+        """The experts' own parameters, in lists."""
+
+        def parameters(name: str | None, kind: str) -> list[Tensor]:
+            found = [getattr(_child(expert, name), kind) for expert in experts] if name is not None else []
+            return [] if not found or found[0] is None else found
+
+        return ExpertWeights(
+            up=parameters(self.up, "weight"),
+            down=parameters(self.down, "weight"),
+            gate=parameters(self.gate, "weight"),
+            up_bias=parameters(self.up, "bias"),
+            down_bias=parameters(self.down, "bias"),
+            gate_bias=parameters(self.gate, "bias"),
+        )
+
+
+def _child(module: nn.Module, name: str) -> nn.Linear:
+    child = module.get_submodule(name)
+    assert isinstance(child, nn.Linear)
+    return child
+
+
+class Experts(nn.Module):
+    """The experts of one rank, run over ragged rows.
+
+    ``expert`` is copied ``num_local`` times, as DeepSpeed copies it. ``initialize(module, logical_id)``, if given,
+    then gives each copy its own weights: it is called with the torch generator seeded by the logical id, so an
+    expert starts the same whatever the expert-parallel size.
+    """
+
+    def __init__(
+        self,
+        expert: nn.Module,
+        num_local: int,
+        *,
+        first_id: int = 0,
+        initialize: Callable[[nn.Module, int], None] | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.mlps = nn.ModuleList([copy.deepcopy(expert) for _ in range(num_local)])
+        self.formula = recognize(expert)
+        self.initialize_each(first_id, initialize)
+
+    def initialize_each(self, first_id: int, initialize: Callable[[nn.Module, int], None] | None) -> None:
+        """Calls ``initialize(expert, logical_id)`` for each local expert, each from its own random stream."""
+        if initialize is None:
+            return
+        seed = torch.initial_seed()
+        for local_id, expert in enumerate(self.modules_in_order()):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed * 1_000_003 + first_id + local_id)
+                initialize(expert, first_id + local_id)
+
+    def modules_in_order(self) -> nn.ModuleList:
+        """The local experts, by local id."""
+        return self.mlps
+
+    def forward(self, rows: Rows, plan: DispatchPlan) -> Tensor:
+        """``y_RD``: for each row the weighted sum of its assignments' experts, in the rows' dtype."""
+        experts = self.modules_in_order()
+        if self.formula is None or any(map(_has_hooks, _submodules(experts))):
+            return self._loop(rows, plan)
+        x_RD, weights = rows.x_RD, self.formula.weights(experts)
+        device_type = x_RD.device.type
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+            x_RD = x_RD.to(dtype)
+            weights = ExpertWeights(
+                **{field: [w.to(dtype) for w in getattr(weights, field)] for field in ExpertWeights.FIELDS}
+            )
+        return expert_mlp(
+            x_RD,
+            plan.row_ids_M,
+            rows.weights_M,
+            plan.tokens_per_local_expert,
+            experts=weights,
+            activation=self.formula.activation,
+        )
+
+    def _loop(self, rows: Rows, plan: DispatchPlan) -> Tensor:
+        """Any module, called as DeepSpeed calls it: on ``[1, n, D]``, of a tuple result the first element.
+
+        Every expert is called, without rows too: hooks of its parameters then fire on every rank alike.
+        """
+        x_RD = rows.x_RD
+        y_RD = torch.zeros_like(x_RD, dtype=accumulator_dtype(x_RD.dtype))
+        start = 0
+        for expert, count in zip(self.modules_in_order(), plan.tokens_per_local_expert, strict=True):
+            ids = plan.row_ids_M[start : start + count]
+            weights_n1 = rows.weights_M[start : start + count, None]
+            result = expert(x_RD.index_select(0, ids)[None])
+            result = result[0] if isinstance(result, tuple) else result
+            y_RD.index_add_(0, ids, (result[0] * weights_n1).to(y_RD.dtype))
+            start += count
+        return y_RD.to(x_RD.dtype)
+
+
+def _submodules(experts: nn.ModuleList) -> Iterator[nn.Module]:
+    for expert in experts:
+        yield from expert.modules()
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def recognize(expert: nn.Module) -> MLPFormula | None:
+    """The formula of an expert module, or None where it is not one of the known.
+
+    Names only propose; what decides is that the module computes what the formula says, on random rows in float64.
+    A module that drops out, scales, normalises or adds a residual is therefore never mistaken for a plain MLP.
+    """
+    for formula in _proposals(expert):
+        if _computes(expert, formula):
+            return formula
+    return None
+
+
+def _proposals(expert: nn.Module) -> Iterator[MLPFormula]:
+    linears = {name for name, child in expert.named_children() if type(child) is nn.Linear}
+    for gate, up, down in _GATED_NAMES:
+        if {gate, up, down} <= linears:
+            yield MLPFormula(activation="swiglu", up=up, down=down, gate=gate)
+    pairs = [pair for pair in _PLAIN_NAMES if set(pair) <= linears]
+    if isinstance(expert, nn.Sequential):
+        names = [name for name, child in expert.named_children() if type(child) is nn.Linear]
+        pairs += [(names[0], names[1])] if len(names) == 2 else []
+    for up, down in pairs:
+        for activation in _PLAIN_ACTIVATIONS:
+            yield MLPFormula(activation=activation, up=up, down=down)
+
+
+@torch.no_grad()
+def _computes(expert: nn.Module, formula: MLPFormula) -> bool:
+    used = {formula.up, formula.down, formula.gate} - {None}
+    owners = {name.rpartition(".")[0] for name, _ in expert.named_parameters()}
+    if owners != used or any(True for _ in expert.buffers()) or any(p.is_meta for p in expert.parameters()):
+        return False
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        # Weights of any scale (zeros, too) must leave a difference to see: the probe has its own.
+        probe = copy.deepcopy(expert).to(device="cpu", dtype=torch.float64).train()
+        for parameter in probe.parameters():
+            parameter.normal_()
+        x = torch.randn(1, 5, _child(probe, formula.up).in_features, dtype=torch.float64)
+        try:
+            found = [probe(x) for _ in range(2)]
+        except Exception:  # a module of another calling convention: not this formula, whatever it raises
+            return False
+    expected = _apply_formula(probe, formula, x)
+    results = [result[0] if isinstance(result, tuple) else result for result in found]
+    return all(
+        isinstance(result, Tensor)
+        and result.shape == expected.shape
+        and bool((result - expected).abs().max() <= 1e-9 * expected.abs().max())
+        for result in results
+    )
+
+
+def _apply_formula(expert: nn.Module, formula: MLPFormula, x: Tensor) -> Tensor:
+    up = _child(expert, formula.up)(x)
+    if formula.gate is not None:
+        hidden = nn.functional.silu(_child(expert, formula.gate)(x)) * up
+    elif formula.activation == "relu":
+        hidden = up.relu()
+    else:
+        hidden = nn.functional.gelu(up, approximate="tanh" if formula.activation == "gelu_tanh" else "none")
+    return _child(expert, formula.down)(hidden)

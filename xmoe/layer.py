@@ -1,0 +1,117 @@
+"""The mixture-of-experts layer proper. It knows no DeepSpeed: ``xmoe.MoE`` is an adapter around it.
+
+Read ``forward`` from top to bottom: it is the layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .dispatch.base import Dispatcher
+from .dispatch.local import LocalDispatcher
+from .experts import Experts
+from .permute import permute
+from .replay import Decisions, decisions_for
+from .router import TopKRouter
+from .types import DispatchPlan, Routing
+
+
+@dataclass
+class LoadCounters:
+    """What a layer did since its counters were last taken; moved once for each token, never by a recompute.
+
+    ``selected_E``, ``routed_E``  int64 on the layer's device: selections before and after the capacity drop
+    ``computed_rows``             expert rows computed on this rank, forward
+    ``all_to_all_bytes``          bytes of rows that left this rank, forward and backward
+    """
+
+    selected_E: Tensor
+    routed_E: Tensor
+    computed_rows: int = 0
+    all_to_all_bytes: int = 0
+
+
+class RoutedMLP(nn.Module):
+    """Top-k routed experts, with optional shared experts that see every token.
+
+    ``gate`` and ``experts`` are built by the caller; ``dispatcher`` defaults to the local one and is replaced by
+    :meth:`set_dispatcher` once the ranks' groups exist. ``shared_mlp`` maps ``[..., D]`` to ``[..., D]``;
+    ``shared_gate`` (``nn.Linear(D, 1)``) scales it by a sigmoid.
+
+    ``zero_routed_output``  for ablation: the routed experts' sum is replaced by zeros
+    """
+
+    def __init__(
+        self,
+        gate: TopKRouter,
+        experts: Experts,
+        *,
+        dispatcher: Dispatcher | None = None,
+        shared_mlp: nn.Module | None = None,
+        shared_gate: nn.Linear | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.gate = gate
+        self.experts = experts
+        self.shared_mlp = shared_mlp
+        self.shared_gate = shared_gate
+        self.dispatcher: Dispatcher = dispatcher if dispatcher is not None else LocalDispatcher()
+        self.zero_routed_output = False
+        self.counters = self._fresh_counters()
+
+    def set_dispatcher(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+
+    @torch.compiler.disable(recursive=True)
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """``(output, aux_loss, selected_per_expert)`` for ``hidden_states`` of shape ``[..., D]``.
+
+        ``used_token`` ``[...]`` (or flat): tokens that are 0 or False there take no routed expert. Any number of
+        tokens works, none too, and may differ from rank to rank; every rank of the group must make the call.
+        """
+        decide = decisions_for(self)
+        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        routing = self.gate(x_TD, used_token, decide=decide)
+        buffer = permute(routing, decide=decide)
+        plan = decide(lambda: self.dispatcher.plan(buffer))
+        rows = self.dispatcher.dispatch(x_TD, buffer, plan)
+        y_RD = self.experts(rows, plan)
+        out_TD = self.dispatcher.combine(y_RD, buffer, plan)
+        self._count(routing, plan, decide, row_bytes=x_TD.shape[1] * x_TD.element_size())
+        output = out_TD.view_as(hidden_states)
+        if self.zero_routed_output:
+            output = output * 0.0
+        return self._add_shared(output, hidden_states), routing.aux_loss, routing.selected_per_expert_E
+
+    def _add_shared(self, output: Tensor, hidden_states: Tensor) -> Tensor:
+        if self.shared_mlp is None:
+            return output
+        shared = self.shared_mlp(hidden_states)
+        shared = shared[0] if isinstance(shared, tuple) else shared
+        if self.shared_gate is not None:
+            shared = shared * self.shared_gate(hidden_states).sigmoid()
+        return output + shared
+
+    def _fresh_counters(self) -> LoadCounters:
+        zeros_E = torch.zeros_like(self.gate.step_counts)
+        return LoadCounters(selected_E=zeros_E, routed_E=zeros_E.clone())
+
+    def _count(self, routing: Routing, plan: DispatchPlan, decide: Decisions, *, row_bytes: int) -> None:
+        trained = torch.is_grad_enabled() or decide.recorded
+        if decide.replaying or not self.training or not trained:
+            return
+        self.gate.count_step(routing.selected_per_expert_E)
+        counters = self.counters
+        counters.selected_E = counters.selected_E + routing.selected_per_expert_E
+        counters.routed_E = counters.routed_E + routing.tokens_per_expert_E
+        counters.computed_rows += sum(plan.tokens_per_local_expert)
+        # Dispatch and combine, each there and back again in backward.
+        counters.all_to_all_bytes += 4 * self.dispatcher.rows_sent_away(plan) * row_bytes
+
+    def take_counters(self) -> LoadCounters:
+        """The counters since the last call, which starts them anew."""
+        taken, self.counters = self.counters, self._fresh_counters()
+        return taken

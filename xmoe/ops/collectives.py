@@ -1,0 +1,151 @@
+"""Collectives that say who they are: each has a label, and one that does not end names itself.
+
+A hang is how most mixture-of-experts jobs fail: one rank skipped a layer, or sends other counts than its peers
+expect. On CPU tensors a collective that outlasts its timeout raises with its label; on devices, where waiting does
+not block the host, a monitor thread logs the label of every collective that is still not complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """One collective's group and manners.
+
+    ``label``           what a timeout reports, e.g. ``"blocks.3.moe: dispatch of rows"``
+    ``timeout_s``       seconds until a waiting collective reports itself
+    ``self_row_guard``  a rank that would send or receive nothing sends itself one dummy row, because RCCL without
+                        its zero-byte fix never returns from such a call; agreed with nobody, as it concerns only
+                        the rank's row to itself
+    """
+
+    group: dist.ProcessGroup
+    label: str
+    timeout_s: float
+    self_row_guard: bool = False
+
+    def named(self, part: str) -> Exchange:
+        return Exchange(
+            group=self.group,
+            label=f"{self.label}: {part}",
+            timeout_s=self.timeout_s,
+            self_row_guard=self.self_row_guard,
+        )
+
+
+class _Monitor:
+    """Watches the collectives of devices; one daemon thread, started by the first of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: list[tuple[Any, str, float, float]] = []
+        self._thread: threading.Thread | None = None
+
+    def watch(self, work: Any, label: str, timeout_s: float) -> None:
+        with self._lock:
+            self._pending.append((work, label, time.monotonic(), timeout_s))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="xmoe-collectives", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(1.0)
+            with self._lock:
+                pending, self._pending = self._pending, []
+            waiting = [entry for entry in pending if not entry[0].is_completed()]
+            for index, (work, label, since, timeout_s) in enumerate(waiting):
+                if time.monotonic() - since > timeout_s:
+                    logger.error(_stuck_message(label, timeout_s))
+                    waiting[index] = (work, label, time.monotonic(), timeout_s)
+            with self._lock:
+                self._pending += waiting
+
+
+_MONITOR = _Monitor()
+
+
+def _stuck_message(label: str, timeout_s: float) -> str:
+    return (
+        f"rank {dist.get_rank()} has waited {timeout_s:g} s in '{label}': some rank of its group did not reach this "
+        "call (a layer skipped on one rank, evaluation on rank 0 only, or a rank that died)"
+    )
+
+
+def finish(work: Any, exchange: Exchange, *, on_host: bool) -> None:
+    """Waits for ``work`` as its backend does. Raises RuntimeError with the label when it fails or times out."""
+    if not on_host:
+        _MONITOR.watch(work, exchange.label, exchange.timeout_s)
+        work.wait()
+        return
+    started = time.monotonic()
+    try:
+        work.wait(timedelta(seconds=exchange.timeout_s))
+    except RuntimeError as error:
+        if time.monotonic() - started >= exchange.timeout_s:
+            raise RuntimeError(_stuck_message(exchange.label, exchange.timeout_s)) from error
+        raise RuntimeError(f"rank {dist.get_rank()}: collective '{exchange.label}' failed: {error}") from error
+
+
+def exchange_counts(counts: Tensor, exchange: Exchange) -> Tensor:
+    """Equal all-to-all of an integer ``[W * n]`` tensor: row w goes to rank w; returns what each rank sent."""
+    received = torch.empty_like(counts)
+    work = dist.all_to_all_single(received, counts, group=exchange.group, async_op=True)
+    finish(work, exchange, on_host=counts.device.type == "cpu")
+    return received
+
+
+def exchange_rows(rows: Tensor, send: Sequence[int], recv: Sequence[int], exchange: Exchange) -> Tensor:
+    """Uneven all-to-all of rows: ``send[w]`` rows go to rank w, ``recv[w]`` come from it. Not differentiable."""
+    send, recv = list(send), list(recv)
+    guard = exchange.self_row_guard and (sum(send) == 0 or sum(recv) == 0)
+    if guard:
+        own = dist.get_rank(exchange.group)
+        at = sum(send[:own])
+        rows = torch.cat([rows[:at], rows.new_zeros((1, *rows.shape[1:])), rows[at:]])
+        send[own] += 1
+        recv[own] += 1
+    received = rows.new_empty((sum(recv), *rows.shape[1:]))
+    work = dist.all_to_all_single(received, rows.contiguous(), recv, send, group=exchange.group, async_op=True)
+    finish(work, exchange, on_host=rows.device.type == "cpu")
+    if guard:
+        at = sum(recv[:own])
+        received = torch.cat([received[:at], received[at + 1 :]])
+    return received
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], recv: list[int], exchange: Exchange) -> Tensor:
+        ctx.send, ctx.recv, ctx.exchange = send, recv, exchange
+        return exchange_rows(rows, send, recv, exchange)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        returned = exchange_rows(grad, ctx.recv, ctx.send, ctx.exchange.named("backward"))
+        return returned, None, None, None
+
+
+def all_to_all(rows: Tensor, send: list[int], recv: list[int], exchange: Exchange) -> Tensor:
+    """Uneven all-to-all along dimension 0, ``[sum(send), ...]`` to ``[sum(recv), ...]``; backward is its reverse.
+
+    Rows arrive in the order of the ranks. Every rank of the group must call it, with rows or without.
+    Raises RuntimeError naming ``exchange.label`` when the collective fails or outlasts its timeout.
+    """
+    return _AllToAll.apply(rows, send, recv, exchange)

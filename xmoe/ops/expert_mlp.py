@@ -1,0 +1,89 @@
+"""The routed expert MLP as one autograd operator that gathers its own rows.
+
+Kept for backward: the rows it was given, the pre-activations, one weight and one row id for each assignment
+(X-MoE, arXiv 2508.13337, section 4.1, with weights applied before the down projection so that expert outputs need
+not be kept for the routing weights' gradient).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..kernels import reference
+from ..kernels.reference import Activation, ExpertWeights
+
+
+class _ExpertMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_RD: Tensor,
+        row_ids_M: Tensor,
+        weights_M: Tensor,
+        counts: Sequence[int],
+        activation: Activation,
+        *flat: Tensor,
+    ) -> Tensor:
+        with torch.autocast(x_RD.device.type, enabled=False):
+            y_RD, up_MF, gate_MF = reference.expert_mlp_forward(
+                x_RD, row_ids_M, weights_M, counts, experts=_unflatten(flat, len(counts)), activation=activation
+            )
+        ctx.counts, ctx.activation, ctx.gated = counts, activation, gate_MF is not None
+        kept = (up_MF, gate_MF) if gate_MF is not None else (up_MF,)
+        ctx.save_for_backward(x_RD, row_ids_M, weights_M, *kept, *flat)
+        return y_RD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y_RD: Tensor) -> tuple[Tensor | None, ...]:
+        x_RD, row_ids_M, weights_M, up_MF, *rest = ctx.saved_tensors
+        gate_MF, flat = (rest[0], rest[1:]) if ctx.gated else (None, rest)
+        with torch.autocast(x_RD.device.type, enabled=False):
+            grad_x_RD, grad_weights_M, grads = reference.expert_mlp_backward(
+                grad_y_RD,
+                x_RD,
+                row_ids_M,
+                weights_M,
+                ctx.counts,
+                experts=_unflatten(flat, len(ctx.counts)),
+                activation=ctx.activation,
+                up_MF=up_MF,
+                gate_MF=gate_MF,
+            )
+        return grad_x_RD, None, grad_weights_M, None, None, *_flatten(grads, len(ctx.counts))
+
+
+def _flatten(experts: ExpertWeights, num_experts: int) -> list[Tensor | None]:
+    """The weights in one list of a fixed length, None where the experts have none."""
+    flat: list[Tensor | None] = []
+    for field in ExpertWeights.FIELDS:
+        flat += getattr(experts, field) or [None] * num_experts
+    return flat
+
+
+def _unflatten(flat: Sequence[Tensor | None], num_experts: int) -> ExpertWeights:
+    parts = [list(flat[i * num_experts : (i + 1) * num_experts]) for i in range(len(ExpertWeights.FIELDS))]
+    named = zip(ExpertWeights.FIELDS, parts, strict=True)
+    return ExpertWeights(**{field: part if part[0] is not None else [] for field, part in named})
+
+
+def expert_mlp(
+    x_RD: Tensor,
+    row_ids_M: Tensor,
+    weights_M: Tensor,
+    counts: Sequence[int],
+    *,
+    experts: ExpertWeights,
+    activation: Activation,
+) -> Tensor:
+    """``y[r] = sum over m with row_ids[m] == r of down_e(weights[m] * act(up_e(x[r])))``, ``[R, D]`` in x's dtype.
+
+    ``counts`` is on the host. Differentiable in x, in the weights of the assignments and in every expert's weights;
+    under autocast everything runs in the inputs' own dtypes.
+    """
+    return _ExpertMLP.apply(x_RD, row_ids_M, weights_M, counts, activation, *_flatten(experts, len(counts)))

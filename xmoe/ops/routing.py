@@ -1,0 +1,94 @@
+"""Differentiable steps of the router. Each keeps for backward only what no other step keeps already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..kernels.reference import accumulator_dtype
+
+
+class _RouterLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_ED)
+        dtype = accumulator_dtype(x_TD.dtype)
+        with torch.autocast(x_TD.device.type, enabled=False):
+            return x_TD.to(dtype) @ weight_ED.to(dtype).t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_TD, weight_ED = ctx.saved_tensors
+        dtype = grad_TE.dtype
+        grad_x = (grad_TE @ weight_ED.to(dtype)).to(x_TD.dtype) if ctx.needs_input_grad[0] else None
+        grad_w = (grad_TE.t() @ x_TD.to(dtype)).to(weight_ED.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_w
+
+
+def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """``x @ weight.T`` in at least float32, ``[T, E]``, whatever the inputs' dtypes and autocast say.
+
+    Keeps x in its own dtype for backward (the layer keeps it anyway), never a float32 copy of it.
+    """
+    return _RouterLogits.apply(x_TD, weight_ED)
+
+
+class _TopKWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores_TE: Tensor, ids_TK: Tensor, normalize: bool, scale: float) -> Tensor:
+        raw_TK = scores_TE.gather(1, ids_TK.clamp(min=0).long()).masked_fill_(ids_TK < 0, 0.0)
+        total_T1 = raw_TK.sum(dim=1, keepdim=True)
+        floor = torch.finfo(raw_TK.dtype).eps
+        denominator_T1 = total_T1.clamp(min=floor) if normalize else torch.ones_like(total_T1)
+        weights_TK = raw_TK.div_(denominator_T1).mul_(scale)
+        ctx.save_for_backward(ids_TK, weights_TK, denominator_T1)
+        ctx.num_experts, ctx.normalize, ctx.scale, ctx.floor = scores_TE.shape[1], normalize, scale, floor
+        return weights_TK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor | None, ...]:
+        ids_TK, weights_TK, denominator_T1 = ctx.saved_tensors
+        grad_raw_TK = grad_TK * (ctx.scale / denominator_T1)
+        if ctx.normalize:
+            # Where the sum was clamped it is a constant and has no gradient.
+            shared_T1 = (grad_TK * weights_TK).sum(dim=1, keepdim=True) / denominator_T1
+            grad_raw_TK -= shared_T1.masked_fill_(denominator_T1 <= ctx.floor, 0.0)
+        grad_raw_TK.masked_fill_(ids_TK < 0, 0.0)
+        grad_TE = grad_TK.new_zeros((ids_TK.shape[0], ctx.num_experts))
+        # A token's ids differ, but for -1 (clamped to 0, adding 0): the sum has at most one term, so any order.
+        grad_TE.scatter_add_(1, ids_TK.clamp(min=0).long(), grad_raw_TK)
+        return grad_TE, None, None, None
+
+
+def top_k_weights(scores_TE: Tensor, ids_TK: Tensor, *, normalize: bool, scale: float) -> Tensor:
+    """Combine weights ``[T, K]`` of the selected experts; 0 where the id is -1.
+
+    ``weights[t, k] = scale * scores[t, ids[t, k]] / (sum over kept k of scores[t, ids[t, k]] if normalize else 1)``
+    """
+    return _TopKWeights.apply(scores_TE, ids_TK, normalize, scale)
+
+
+class _SelectSlots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights_TK: Tensor, slot_ids: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_ids)
+        ctx.shape = weights_TK.shape
+        return weights_TK.reshape(-1).index_select(0, slot_ids)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (slot_ids,) = ctx.saved_tensors
+        grad_flat = grad.new_zeros(ctx.shape.numel())
+        grad_flat[slot_ids.long()] = grad
+        return grad_flat.view(ctx.shape), None
+
+
+def select_slots(weights_TK: Tensor, slot_ids: Tensor) -> Tensor:
+    """``weights.flatten()[slot_ids]`` for distinct slot ids (int32), which alone are kept for backward."""
+    return _SelectSlots.apply(weights_TK, slot_ids)

@@ -1,0 +1,26 @@
+"""From routing to the padding-free token buffer: kept slots in expert order, as indices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .kernels.reference import sort_slots
+from .ops.routing import select_slots
+from .types import Routing, TokenBuffer
+
+
+def permute(routing: Routing, *, decide: Callable[[Callable[[], Any]], Any]) -> TokenBuffer:
+    """Sorts the slots by expert (stable, dropped ones last). No row is copied; the weights keep their gradient.
+
+    ``decide`` runs the sort, or returns the recorded one (see ``xmoe.replay``).
+    """
+    num_tokens, top_k = routing.topk_ids_TK.shape
+    slot_ids_S = decide(lambda: sort_slots(routing.topk_ids_TK, routing.tokens_per_expert_E.numel()))
+    return TokenBuffer(
+        slot_ids_S=slot_ids_S,
+        combine_weights_S=select_slots(routing.topk_weights_TK, slot_ids_S),
+        tokens_per_expert_E=routing.tokens_per_expert_E,
+        num_tokens=num_tokens,
+        top_k=top_k,
+    )

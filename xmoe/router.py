@@ -1,0 +1,294 @@
+"""Top-k routing: logits, scores, selection, capacity, combine weights and auxiliary losses.
+
+Everything runs in at least float32 whatever the model's dtype. Selection is a decision (integers, made once and
+replayed under activation checkpointing); scores, weights and losses are differentiable and follow from it.
+
+Sources: top-1 and top-2 gating with capacity, Switch Transformer (arXiv 2101.03961, sections 2.1-2.2) and GShard
+(arXiv 2006.16668, algorithm 1); z-loss, ST-MoE (arXiv 2202.08906, eq. 5); sigmoid scores and auxiliary-loss-free
+balancing, DeepSeek-V3 (arXiv 2412.19437, eqs. 12-16) and arXiv 2408.15664, algorithm 1. The formulas of the
+load-balancing loss are those of DeepSpeed's ``top1gating``, ``top2gating`` and ``topkgating``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .kernels import reference
+from .ops.routing import router_logits, top_k_weights
+from .types import Routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSettings:
+    """How one router routes. ``normalize_weights`` and ``drop_policy`` None mean DeepSpeed's rule for this k.
+
+    ``strict_compat`` reproduces DeepSpeed's random draws and faults: second-expert sampling and random token
+    selection in evaluation too, and a padding mask only at k = 1.
+    """
+
+    top_k: int
+    capacity_factor: float = 1.0
+    eval_capacity_factor: float = 1.0
+    min_capacity: int = 4
+    drop_tokens: bool = True
+    drop_policy: Literal["probs", "position", "random"] | None = None
+    random_token_selection: bool = True
+    sample_second_expert: bool = True
+    noisy_logits: bool = False
+    input_jitter: float = 0.0
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_weights: bool | None = None
+    routed_scaling_factor: float = 1.0
+    aux_loss_coefficient: float = 1.0
+    z_loss_coefficient: float = 0.0
+    correction_bias_update_rate: float = 1e-3
+    force_balance: bool = False
+    strict_compat: bool = False
+
+    @property
+    def normalizes(self) -> bool:
+        return self.top_k > 1 if self.normalize_weights is None else self.normalize_weights
+
+    @property
+    def drops_by(self) -> Literal["probs", "position", "random"]:
+        if self.drop_policy is not None:
+            return self.drop_policy
+        if self.top_k == 1:
+            return "random" if self.random_token_selection else "position"
+        return "position" if self.top_k == 2 else "probs"
+
+    def capacity(self, num_tokens: int, num_experts: int, *, training: bool) -> int:
+        """Assignments an expert accepts from this rank: ``max(min_capacity, ceil(T / E * factor * k))``.
+
+        In float32, as DeepSpeed computes it: at exact multiples the rounding decides.
+        """
+        factor = self.capacity_factor if training else self.eval_capacity_factor
+        scaled = (num_tokens / num_experts) * torch.tensor(factor * self.top_k, dtype=torch.float32)
+        return max(math.ceil(scaled.item()), self.min_capacity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Selection:
+    """The router's decision. ``balance_counts_E`` is what the load-balancing loss counts as a token's choice."""
+
+    ids_TK: Tensor
+    selected_per_expert_E: Tensor
+    tokens_per_expert_E: Tensor
+    balance_counts_E: Tensor
+
+
+def _decide_now(decide: Callable[[], Any]) -> Any:
+    return decide()
+
+
+class TopKRouter(nn.Module):
+    """Routes each token to K of E experts.
+
+    Parameters and buffers: ``wg.weight`` ``[E, D]``; with ``correction_bias=True`` a saved float32 buffer
+    ``correction_bias`` ``[E]``, which stays float32 when the model is converted, and ``step_counts`` ``[E]`` (not
+    saved), the selections since the last optimizer step.
+
+    Raises ValueError when ``top_k`` is not in 1..num_experts.
+    """
+
+    wg: nn.Linear
+    correction_bias: Tensor | None
+    step_counts: Tensor
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, *, settings: RouterSettings, correction_bias: bool = False
+    ) -> None:
+        nn.Module.__init__(self)
+        _check(settings, num_experts)
+        self.num_experts = num_experts
+        self.settings = settings
+        self.wg = nn.Linear(hidden_size, num_experts, bias=False)
+        self.register_buffer("correction_bias", torch.zeros(num_experts) if correction_bias else None)
+        self.register_buffer("step_counts", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+
+    def configure(self, settings: RouterSettings) -> None:
+        """Replaces the settings. Raises ValueError when they do not fit the router."""
+        _check(settings, self.num_experts)
+        self.settings = settings
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
+        # A bias step of 1e-3 is lost in bfloat16: the buffer follows moves between devices, never casts.
+        bias = self.correction_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.correction_bias is not None:
+            self.correction_bias = bias.to(self.correction_bias.device)
+        return self
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        used_token_T: Tensor | None = None,
+        *,
+        decide: Callable[[Callable[[], Any]], Any] = _decide_now,
+    ) -> Routing:
+        """Routes ``x_TD``. ``used_token_T``: tokens that are zero or False there take no expert.
+
+        ``decide`` runs the selection, or returns the recorded one (see ``xmoe.replay``).
+        """
+        settings = self.settings
+        used_T = self._mask(used_token_T)
+        # Random draws stand outside of the decision, so that a recompute moves the generator as the forward did.
+        if self.training and settings.input_jitter:
+            x_TD = x_TD.to(reference.accumulator_dtype(x_TD.dtype))
+            x_TD = x_TD * _uniform(x_TD, 1 - settings.input_jitter, 1 + settings.input_jitter)
+        logits_TE = router_logits(x_TD, self.wg.weight)
+        scores_TE = torch.softmax(logits_TE, dim=1) if settings.score_function == "softmax" else logits_TE.sigmoid()
+        noise = self._draw(logits_TE)
+        selection: _Selection = decide(lambda: self._select(scores_TE.detach(), logits_TE.detach(), noise, used_T))
+        weights_TK = top_k_weights(
+            scores_TE, selection.ids_TK, normalize=settings.normalizes, scale=settings.routed_scaling_factor
+        )
+        return Routing(
+            topk_ids_TK=selection.ids_TK,
+            topk_weights_TK=weights_TK,
+            selected_per_expert_E=selection.selected_per_expert_E,
+            tokens_per_expert_E=selection.tokens_per_expert_E,
+            aux_loss=self._aux_loss(logits_TE, scores_TE, used_T, selection.balance_counts_E),
+        )
+
+    def _mask(self, used_token_T: Tensor | None) -> Tensor | None:
+        if used_token_T is None or (self.settings.strict_compat and self.settings.top_k > 1):
+            return None
+        return used_token_T.reshape(-1) != 0
+
+    def _draw(self, logits_TE: Tensor) -> _Noise:
+        """The random numbers this forward's selection uses, in DeepSpeed's order of drawing."""
+        settings, noise = self.settings, _Noise()
+        active = self.training or settings.strict_compat
+        if settings.top_k == 1:
+            if settings.noisy_logits and self.training:
+                noise.gumbel_TE = _gumbel(logits_TE)
+            if settings.drops_by == "random" and active and (settings.drop_tokens or settings.strict_compat):
+                noise.priority_TE = _uniform(logits_TE, 0.0, 1.0)
+        elif settings.top_k == 2 and settings.sample_second_expert and active:
+            noise.gumbel_TE = _gumbel(logits_TE)
+        elif settings.drops_by == "random" and settings.drop_tokens and self.training:
+            noise.priority_TE = _uniform(logits_TE, 0.0, 1.0)
+        return noise
+
+    @torch.no_grad()
+    def _select(self, scores_TE: Tensor, logits_TE: Tensor, noise: _Noise, used_T: Tensor | None) -> _Selection:
+        settings, num_experts = self.settings, self.num_experts
+        ids_TK = self._choose(scores_TE, logits_TE, noise)
+        if used_T is not None:
+            ids_TK = ids_TK.masked_fill(~used_T[:, None], -1)
+        selected_E = reference.count_ids(ids_TK, num_experts)
+        balance_E = reference.count_ids(ids_TK[:, :1], num_experts) if settings.top_k == 2 else selected_E
+        tokens_E = selected_E
+        if settings.drop_tokens and ids_TK.numel():
+            capacity = settings.capacity(ids_TK.shape[0], num_experts, training=self.training)
+            ids_TK = ids_TK.masked_fill(self._places(ids_TK, scores_TE, noise) >= capacity, -1)
+            tokens_E = selected_E.clamp(max=capacity)
+        return _Selection(
+            ids_TK=ids_TK.to(torch.int32),
+            selected_per_expert_E=selected_E,
+            tokens_per_expert_E=tokens_E,
+            balance_counts_E=balance_E,
+        )
+
+    def _choose(self, scores_TE: Tensor, logits_TE: Tensor, noise: _Noise) -> Tensor:
+        """int64 ``[T, K]``: experts of each token, best first."""
+        settings = self.settings
+        if settings.force_balance:
+            slots = torch.arange(scores_TE.shape[0] * settings.top_k, device=scores_TE.device)
+            return (slots % self.num_experts).view(-1, settings.top_k)
+        ranking_TE = scores_TE if self.correction_bias is None else scores_TE + self.correction_bias
+        if noise.gumbel_TE is None:
+            return reference.top_k_ids(ranking_TE, settings.top_k)
+        noisy_TE = logits_TE + noise.gumbel_TE
+        if settings.top_k == 1:
+            return reference.top_k_ids(noisy_TE, 1)
+        first_T1 = reference.top_k_ids(ranking_TE, 1)
+        second_T1 = reference.top_k_ids(noisy_TE.scatter(1, first_T1, float("-inf")), 1)
+        return torch.cat([first_T1, second_T1], dim=1)
+
+    def _places(self, ids_TK: Tensor, scores_TE: Tensor, noise: _Noise) -> Tensor:
+        """Place of each assignment in its expert's queue; those at capacity and beyond are dropped."""
+        settings, gather = self.settings, ids_TK.clamp(min=0)
+        if settings.drops_by == "probs":
+            priorities = scores_TE.gather(1, gather)
+        elif noise.priority_TE is not None:
+            priorities = noise.priority_TE.gather(1, gather)
+        elif settings.top_k == 2:
+            # GShard fills the buffers with every token's first choice before any second choice.
+            priorities = -torch.arange(2, device=ids_TK.device).expand_as(ids_TK)
+        else:
+            priorities = torch.zeros_like(ids_TK)
+        return reference.ranks_within_expert(ids_TK, priorities, self.num_experts)
+
+    def _aux_loss(self, logits_TE: Tensor, scores_TE: Tensor, used_T: Tensor | None, counts_E: Tensor) -> Tensor:
+        """``aux_loss_coefficient * E / K' * sum(me * ce) + z_loss_coefficient * mean(logsumexp^2)``, a scalar.
+
+        ``me`` is the mean score of each expert (of sigmoid scores, of each token's share), ``ce`` the mean number of
+        a token's selections that took it; K' is K, but 1 at k = 2, where only first choices count. Without tokens
+        the loss is 0 and stays connected to the graph.
+        """
+        settings = self.settings
+        counted_T = scores_TE.new_ones(scores_TE.shape[0])
+        if used_T is not None and not settings.strict_compat:
+            counted_T = used_T.to(scores_TE.dtype)
+        num_counted = counted_T.sum().clamp(min=1)
+        shares_TE = scores_TE
+        if settings.score_function == "sigmoid":
+            shares_TE = scores_TE / scores_TE.sum(dim=1, keepdim=True).clamp(min=torch.finfo(scores_TE.dtype).eps)
+        mean_share_E = counted_T @ shares_TE / num_counted
+        mean_count_E = counts_E.to(scores_TE.dtype) / num_counted
+        choices = 1 if settings.top_k == 2 else settings.top_k
+        loss = (mean_share_E * mean_count_E).sum() * (settings.aux_loss_coefficient * self.num_experts / choices)
+        if settings.z_loss_coefficient:
+            loss = loss + settings.z_loss_coefficient * (counted_T @ logits_TE.logsumexp(dim=1).square()) / num_counted
+        return loss
+
+    def count_step(self, selected_per_expert_E: Tensor) -> None:
+        """Adds one forward's selections to the counts of the optimizer step in progress."""
+        self.step_counts += selected_per_expert_E
+
+    @torch.no_grad()
+    def update_correction_bias(self, step_counts_E: Tensor) -> None:
+        """One step of the auxiliary-loss-free balancing: up for experts below the mean load, down above it.
+
+        ``step_counts_E`` are the selections of the whole optimizer step, summed over all ranks. The bias is centred
+        again, so that it cannot drift; without any token it does not move.
+        """
+        if self.correction_bias is None:
+            return
+        load_E = step_counts_E.to(torch.float32)
+        self.correction_bias += self.settings.correction_bias_update_rate * torch.sign(load_E.mean() - load_E)
+        self.correction_bias -= self.correction_bias.mean()
+
+
+@dataclass
+class _Noise:
+    gumbel_TE: Tensor | None = None
+    priority_TE: Tensor | None = None
+
+
+def _check(settings: RouterSettings, num_experts: int) -> None:
+    if not 1 <= settings.top_k <= num_experts:
+        raise ValueError(f"k ({settings.top_k}) must be in 1..num_experts ({num_experts})")
+    if settings.drop_tokens:
+        for name in ("capacity_factor", "eval_capacity_factor"):
+            if not getattr(settings, name) > 0:
+                raise ValueError(f"{name} ({getattr(settings, name)}) must be positive when tokens are dropped")
+    if settings.min_capacity < 0:
+        raise ValueError(f"min_capacity ({settings.min_capacity}) must not be negative")
+
+
+def _gumbel(like: Tensor) -> Tensor:
+    zero, one = like.new_zeros(()), like.new_ones(())
+    return torch.distributions.Gumbel(zero, one).rsample(like.shape)
+
+
+def _uniform(like: Tensor, low: float, high: float) -> Tensor:
+    return torch.distributions.Uniform(like.new_tensor(low), like.new_tensor(high)).rsample(like.shape)

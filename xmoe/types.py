@@ -1,0 +1,107 @@
+"""The data that flows through one mixture-of-experts layer.
+
+    router -> Routing -> permute -> TokenBuffer -> dispatcher.plan -> DispatchPlan
+           -> dispatch -> Rows -> experts -> combine
+
+Every arrow makes one new frozen object; nothing is mutated. A plan is made once per forward, is used by
+dispatch, combine and both backwards, and is replayed when activation checkpointing runs the layer again.
+
+Legend of the shape suffixes (capitals are whole dimensions, small letters one rank's part):
+
+    T  tokens on this rank               D  model width (hidden size)
+    E  experts of the layer (logical)    F  expert width (intermediate size)
+    e  experts on this rank              K  experts selected per token (top-k)
+    N  routed assignments of this rank's tokens: T*K less the dropped and the masked
+    M  assignments computed on this rank, sorted by local expert
+    R  rows held on this rank while its experts run
+    W  ranks in the expert-parallel group
+
+A *slot* is one selected assignment: slot ``t*K + k`` is the k-th choice of token t. A slot whose expert id is
+-1 was dropped (capacity) or masked (padding) and takes part in nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """What the router decided for T tokens.
+
+    ``topk_ids_TK``          int32; logical expert of each slot, -1 where dropped or masked
+    ``topk_weights_TK``      float32 (float64 in a float64 model) with gradient; combine weight of each slot, 0 where dropped or masked
+    ``selected_per_expert_E`` int64; slots that selected each expert before any capacity drop (masked tokens excluded)
+    ``tokens_per_expert_E``  int64; slots kept: ``tokens_per_expert_E[x] == (topk_ids_TK == x).sum()``
+    ``aux_loss``             float32 scalar with gradient: the weighted auxiliary losses
+    """
+
+    topk_ids_TK: Tensor
+    topk_weights_TK: Tensor
+    selected_per_expert_E: Tensor
+    tokens_per_expert_E: Tensor
+    aux_loss: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.topk_ids_TK.shape == self.topk_weights_TK.shape
+        assert self.topk_weights_TK.dtype in (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBuffer:
+    """Padding-free token buffer: the kept slots in expert order, as indices. No row is copied to make it.
+
+    ``slot_ids_S``           int32 ``[T*K]``; slots sorted by expert, ties by slot. The first N entries are the
+                             kept slots; dropped slots follow. N is known on the host only after ``plan``.
+    ``combine_weights_S``    float32 ``[T*K]`` with gradient: ``topk_weights_TK.flatten()[slot_ids_S]``
+    ``tokens_per_expert_E``  int64; ``sum == N``
+    ``num_tokens``           T
+    ``top_k``                K; the token of slot s is ``s // K``
+
+    Example: K=2, ids [[1, 0], [-1, 1]] gives slot_ids_S [1, 0, 3, 2] and tokens_per_expert_E [1, 2].
+    """
+
+    slot_ids_S: Tensor
+    combine_weights_S: Tensor
+    tokens_per_expert_E: Tensor
+    num_tokens: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        assert self.slot_ids_S.numel() == self.num_tokens * self.top_k == self.combine_weights_S.numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchPlan:
+    """Where every row goes, decided once per forward. Holds the results of the layer's one device-to-host sync.
+
+    ``num_rows``        N, rows this rank sends (one for each kept slot)
+    ``send_splits``     W integers; rows for each rank of the group, in rank order; ``sum == N``
+    ``recv_splits``     W integers; rows from each rank; ``sum == R``
+    ``row_ids_M``       int32; received row of each assignment, assignments sorted by local expert
+    ``tokens_per_local_expert`` e integers on the host; ``sum == M``
+
+    With the local dispatcher nothing is sent: rows are the tokens themselves, R = T, and an assignment's row is
+    the token of its slot. With the flat dispatcher every row carries one assignment, R = M.
+    """
+
+    num_rows: int
+    send_splits: list[int]
+    recv_splits: list[int]
+    row_ids_M: Tensor
+    tokens_per_local_expert: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What a rank's experts compute: ``y[r] = sum over assignments m with row r of weight_m * mlp_m(x[r])``.
+
+    ``x_RD``       rows in the model's dtype, with gradient
+    ``weights_M``  float32 with gradient; combine weight of each assignment, in the order of ``row_ids_M``
+    """
+
+    x_RD: Tensor
+    weights_M: Tensor
