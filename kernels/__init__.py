@@ -1,0 +1,1 @@
+"""Triton kernels and their PyTorch twins, installed as ``xmoe.kernels``. Importing this package imports neither."""
