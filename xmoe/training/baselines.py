@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 class Baselines:
     """Bits per byte of the best predictor that sees no earlier byte, and that sees exactly one."""
 
-    unigram_bits: float
-    bigram_bits: float
+    unigram_bits_per_byte: float
+    bigram_bits_per_byte: float
 
 
 def count_pairs(stream: NDArray[np.uint8], *, chunk: int = 1 << 22) -> NDArray[np.int64]:
@@ -34,7 +34,8 @@ def measure_baselines(stream: NDArray[np.uint8]) -> Baselines:
     counts = count_pairs(stream).astype(np.float64)
     joint = _entropy_bits(counts.ravel())
     return Baselines(
-        unigram_bits=_entropy_bits(counts.sum(axis=0)), bigram_bits=joint - _entropy_bits(counts.sum(axis=1))
+        unigram_bits_per_byte=_entropy_bits(counts.sum(axis=0)),
+        bigram_bits_per_byte=joint - _entropy_bits(counts.sum(axis=1)),
     )
 
 

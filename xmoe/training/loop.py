@@ -1,0 +1,192 @@
+"""The step loop of ``xmoe train``."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xmoe.config import TrainConfig
+from xmoe.metrics import take_layer_loads
+from xmoe.models.flops import FlopCount
+
+from . import checkpoints
+from .corpus import Corpus
+from .display import Display, StepView
+from .metrics_file import MetricsFile
+from .sampler import Sampler
+from .step_metrics import LocalStep, StepMetrics, reduce_step
+from .stop import StopRequest
+from .validate import read_batch, validation_bits
+
+logger = logging.getLogger(__name__)
+
+_LOAD_WINDOWS = 60
+"""About how many columns the expert-load picture has."""
+
+
+def agreed_to_stop(stop: StopRequest, device: torch.device) -> bool:
+    """Whether any rank was asked to stop. Collective; the loop itself asks within the all-reduce of each step."""
+    flag = torch.tensor(float(stop.reason is not None), device=device)
+    dist.all_reduce(flag)
+    return bool(flag.item() > 0)
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """One rank's view of a run.
+
+    ``metrics``    rank 0's metrics.jsonl, None on the others
+    ``made_with``  what a checkpoint of this run must be resumed with
+    """
+
+    engine: Any
+    config: TrainConfig
+    corpus: Corpus
+    sampler: Sampler
+    flops: FlopCount
+    stop: StopRequest
+    display: Display
+    metrics: MetricsFile | None
+    checkpoint_folder: Path
+    made_with: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self._load_window = max(1, self.config.run.steps // _LOAD_WINDOWS)
+        self._window_start = 0
+        self._window_selected_LE: Tensor | None = None
+        self._window_layers: tuple[str, ...] = ()
+
+    def train(self, *, first_step: int) -> bool:
+        """Trains from ``first_step`` finished steps to ``run.steps`` and saves the last one.
+
+        Returns False when the ranks agreed to stop earlier; the state at that step is saved then. Raises
+        RuntimeError on every rank when the loss is no longer finite.
+        """
+        run = self.config.run
+        self._window_start = first_step
+        take_layer_loads(self.engine.module)
+        saved_step = first_step
+        with self.display.running(first_step=first_step):
+            for step in range(first_step + 1, run.steps + 1):
+                started_s = time.perf_counter()
+                metrics = self._train_step(step)
+                if not math.isfinite(metrics.loss_nats):
+                    raise RuntimeError(
+                        f"the loss is {metrics.loss_nats} at step {step}; lower the learning rate, or resume from "
+                        f"the last checkpoint in {self.checkpoint_folder} with other settings"
+                    )
+                self._report(step, metrics, elapsed_s=time.perf_counter() - started_s)
+                if metrics.stop:
+                    self._save(step)
+                    return False
+                if step % run.eval_interval == 0 and step < run.steps:
+                    self._report_validation(step, self.validate(run.eval_sequences))
+                if step == run.steps or (run.save_interval and step % run.save_interval == 0):
+                    self._save(step)
+                    saved_step = step
+        if saved_step < run.steps:
+            logger.debug("nothing was left to train after step %d", first_step)
+        return True
+
+    def _train_step(self, step: int) -> StepMetrics:
+        """Runs the micro-batches of one optimizer step and sums what all ranks measured."""
+        rank = dist.get_rank()
+        losses, aux_losses, num_tokens = [], [], 0
+        for index in range(self.sampler.accumulation):
+            starts = self.sampler.starts(step - 1, rank, accumulation_index=index)
+            tokens_BS, targets_BS = read_batch(
+                self.corpus.train, starts, length=self.sampler.sequence_length, device=self.engine.device
+            )
+            loss, aux_loss = self.engine(tokens_BS, targets_BS)
+            self.engine.backward(loss + self.config.model.aux_loss_weight * aux_loss)
+            self.engine.step()
+            losses.append(loss.detach().double())
+            aux_losses.append(aux_loss.detach().double())
+            num_tokens += targets_BS.numel()
+        local = LocalStep(
+            loss_sum_nats=float(torch.stack(losses).sum()),
+            aux_loss_sum=float(torch.stack(aux_losses).sum()),
+            num_micro_batches=len(losses),
+            num_tokens=num_tokens,
+            loads=take_layer_loads(self.engine.module),
+            stop=self.stop.reason is not None,
+        )
+        return reduce_step(local, self.engine.device)
+
+    def _report(self, step: int, metrics: StepMetrics, *, elapsed_s: float) -> None:
+        # Read on every rank: at ZeRO 0 the norm is a collective.
+        grad_norm = self.engine.get_global_grad_norm()
+        view = StepView(
+            loss_bits_per_byte=metrics.loss_bits,
+            aux_loss=metrics.aux_loss,
+            grad_norm=float(grad_norm) if grad_norm is not None else math.nan,
+            learning_rate=float(self.engine.get_lr()[0]),
+            tokens_per_s=metrics.num_tokens / elapsed_s,
+            effective_tflops_per_s=1e-12
+            * self.flops.training(num_tokens=metrics.num_tokens, num_routed_rows=metrics.computed_rows)
+            / elapsed_s,
+            nominal_tflops_per_s=1e-12 * self.flops.nominal_training(metrics.num_tokens) / elapsed_s,
+            dropped_share=metrics.dropped_share,
+            load_cv=metrics.load_cv,
+            dead_experts=metrics.num_dead_experts,
+            all_to_all_bytes=metrics.all_to_all_bytes,
+        )
+        self._add_to_window(step, metrics)
+        self.display.step(step, view)
+        if self.metrics is not None and step % self.config.run.log_interval == 0:
+            fields = asdict(view)
+            self.metrics.write("train", step=step, **fields)
+            self.engine.monitor.write_events([(f"xmoe/{key}", value, step) for key, value in fields.items()])
+
+    def _add_to_window(self, step: int, metrics: StepMetrics) -> None:
+        """Sums the experts' loads over a few steps: a picture needs no more columns."""
+        self._window_layers = metrics.layers
+        total = self._window_selected_LE
+        self._window_selected_LE = metrics.selected_LE if total is None else total + metrics.selected_LE
+        if step % self._load_window == 0 or step == self.config.run.steps:
+            self._write_window(step)
+
+    def _write_window(self, step: int) -> None:
+        if self._window_selected_LE is None:
+            return
+        if self.metrics is not None:
+            for name, selected_E in zip(self._window_layers, self._window_selected_LE.tolist(), strict=True):
+                self.metrics.write(
+                    "expert_load", step=step, first_step=self._window_start + 1, layer=name, selected=selected_E
+                )
+        self._window_start, self._window_selected_LE = step, None
+
+    def validate(self, num_sequences: int) -> float:
+        """Bits per byte on the held-out text. Collective."""
+        return validation_bits(
+            self.engine,
+            self.corpus.held_out,
+            length=self.sampler.sequence_length,
+            count=num_sequences,
+            micro_batch=self.sampler.micro_batch,
+        )
+
+    def _report_validation(self, step: int, bits: float) -> None:
+        self.display.validation(step, bits)
+        if self.metrics is not None:
+            self.metrics.write("validation", step=step, val_bits_per_byte=bits)
+            self.engine.monitor.write_events([("xmoe/val_bits_per_byte", bits, step)])
+
+    def _save(self, step: int) -> None:
+        # A resumed run starts a new window, so this one must be in the file.
+        self._write_window(step)
+        target = checkpoints.save(self.engine, self.checkpoint_folder, step=step, made_with=self.made_with)
+        self.display.say(f"saved {target}")
+
+    def report_final_validation(self, bits: float) -> None:
+        """Shows and writes the validation after the last step, the last point of the curve."""
+        self._report_validation(self.config.run.steps, bits)

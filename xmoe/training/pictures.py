@@ -1,0 +1,132 @@
+"""The pictures of a run, drawn from its metrics.jsonl alone: loss.png and expert_load.png."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.colors import TwoSlopeNorm
+
+from .files import replacing
+from .metrics_file import read_lines
+
+_TRAIN, _VALIDATION, _BASELINE, _INK = "#9db8d9", "#c2410c", "#5b6472", "#1f2933"
+_STYLE = {
+    "font.size": 10,
+    "axes.edgecolor": _BASELINE,
+    "axes.labelcolor": _INK,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": _BASELINE,
+    "ytick.color": _BASELINE,
+    "figure.dpi": 150,
+}
+
+
+def draw_all(metrics: Path, folder: Path) -> list[Path]:
+    """Draws every picture that the metrics have data for, each replaced as a whole. Returns their paths."""
+    lines = list(read_lines(metrics))
+    with plt.rc_context(_STYLE):
+        drawn = [draw_loss(lines, folder / "loss.png"), draw_expert_load(lines, folder / "expert_load.png")]
+    return [path for path in drawn if path is not None]
+
+
+def _save(figure: Any, target: Path) -> Path:
+    with replacing(target) as scratch:
+        figure.savefig(scratch, bbox_inches="tight", facecolor="white")
+    plt.close(figure)
+    return target
+
+
+def _smooth(values: np.ndarray, width: int) -> np.ndarray:
+    """Centred running mean; the window shrinks at both ends, so the curve has the length of ``values``."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    low, high = np.maximum(at - width // 2, 0), np.minimum(at + width // 2 + 1, len(values))
+    return (sums[high] - sums[low]) / (high - low)
+
+
+def draw_loss(lines: Sequence[dict[str, Any]], target: Path) -> Path | None:
+    """Training and validation loss over the steps, with the entropies of the held-out bytes as baselines."""
+    train = [(line["step"], line["loss_bits_per_byte"]) for line in lines if line["kind"] == "train"]
+    train = [(step, loss) for step, loss in train if loss is not None]
+    if not train:
+        return None
+    steps, losses = np.array(train, dtype=float).T
+    validation = [(line["step"], line["val_bits_per_byte"]) for line in lines if line["kind"] == "validation"]
+    figure, axes = plt.subplots(figsize=(8, 4.6))
+    axes.plot(steps, losses, color=_TRAIN, linewidth=0.7, alpha=0.7)
+    axes.plot(steps, _smooth(losses, max(1, len(losses) // 40)), color="#2f6db3", linewidth=1.6, label="training")
+    if validation:
+        axes.plot(*zip(*validation, strict=True), color=_VALIDATION, marker="o", markersize=4, label="validation")
+        step, bits = validation[-1]
+        axes.annotate(
+            f"{bits:.2f}", (step, bits), xytext=(6, -2), textcoords="offset points", color=_VALIDATION, weight="bold"
+        )
+    axes.set_xlim(0, steps[-1] * 1.06)
+    for line in (line for line in lines if line["kind"] == "baseline"):
+        for key, name in (("unigram", "H(byte)"), ("bigram", "H(byte | previous byte)")):
+            bits = line[f"{key}_bits_per_byte"]
+            axes.axhline(bits, color=_BASELINE, linestyle=(0, (4, 3)), linewidth=1)
+            # At the right: there the curves are far below.
+            axes.text(
+                0.995, bits, f"{name} = {bits:.2f}", transform=axes.get_yaxis_transform(), ha="right", va="bottom",
+                color=_BASELINE,
+            )
+    axes.set_title("Loss on training and held-out text")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("bits per byte")
+    axes.grid(axis="y", color="#e5e8ec", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, loc="lower left")
+    return _save(figure, target)
+
+
+def draw_expert_load(lines: Sequence[dict[str, Any]], target: Path) -> Path | None:
+    """One heat map per MoE layer: each expert's load over the steps, in units of the mean load."""
+    by_layer: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in lines:
+        if line["kind"] == "expert_load":
+            by_layer[line["layer"]].append(line)
+    if not by_layer:
+        return None
+    columns = 1 if len(by_layer) == 1 else 2
+    rows = -(-len(by_layer) // columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(5.2 * columns, 3.1 * rows), squeeze=False, sharex=True, sharey=True,
+        layout="constrained",
+    )
+    norm = TwoSlopeNorm(vmin=0.0, vcenter=1.0, vmax=2.5)
+    image = None
+    for panel, (layer, windows) in zip(axes.flat, by_layer.items(), strict=False):
+        load_EW = np.array([window["selected"] for window in windows], dtype=float).T
+        load_EW /= np.maximum(load_EW.mean(axis=0), 1e-30)
+        edges = [windows[0]["first_step"] - 1, *(window["step"] for window in windows)]
+        image = panel.pcolormesh(
+            edges, np.arange(len(load_EW) + 1) - 0.5, load_EW, cmap="RdBu_r", norm=norm, rasterized=True
+        )
+        spread = load_EW.std(axis=0)
+        panel.set_title(f"{layer}   CV {spread[0]:.2f} → {spread[-1]:.2f}", fontsize=10)
+        panel.spines[:].set_visible(False)
+    for panel in axes.flat[len(by_layer) :]:
+        panel.set_visible(False)
+    for panel in axes[:, 0]:
+        panel.set_ylabel("expert")
+    for panel in axes[-1, :]:
+        panel.set_xlabel("optimizer step")
+    bar = figure.colorbar(image, ax=axes, extend="max", ticks=[0, 0.5, 1, 1.5, 2, 2.5], pad=0.02)
+    bar.set_label("tokens, in units of the mean expert's")
+    bar.outline.set_visible(False)
+    figure.suptitle("Load of the routed experts, by layer", x=0.01, ha="left", weight="bold")
+    return _save(figure, target)
