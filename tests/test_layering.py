@@ -71,7 +71,8 @@ TABLE: dict[str, Row] = {
     "xmoe.disagg": row("torch", LAYER_BASE + " layer"),
     "xmoe.metrics": row("torch", "types layer"),
     "xmoe.integrations": row(
-        "torch deepspeed transformers megatron", LAYER_BASE + " layer sequence_shard shuffle disagg metrics"
+        "torch deepspeed packaging transformers megatron",
+        LAYER_BASE + " layer sequence_shard shuffle disagg metrics",
     ),
     # The reference model is written like a user's: it takes the layer through the public adapter.
     "xmoe.models": row("torch", "config layer integrations"),
@@ -159,7 +160,8 @@ def _targets(node: ast.AST, module: str, is_package: bool, known: set[str]) -> l
         parts = module.split(".")
         cut = len(parts) - node.level + (1 if is_package else 0)
         base = ".".join([*parts[:cut], *([node.module] if node.module else [])])
-    return [f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base for alias in node.names]
+    names = [alias.name for alias in node.names if (base, alias.name) != ("xmoe", "__version__")]
+    return list(dict.fromkeys(f"{base}.{name}" if f"{base}.{name}" in known else base for name in names))
 
 
 def all_imports(sources: dict[str, tuple[Path, str]]) -> list[Import]:
@@ -286,6 +288,7 @@ def test_nothing_imports_testing_planner_or_launch():
             "xmoe.layer",
             id="for-typing",
         ),
+        pytest.param("xmoe.launch.cli", "from launch import env", "launch", id="bare-name"),
         pytest.param("xmoe.brand_new", "", None, id="no-row"),
     ],
 )
@@ -306,7 +309,7 @@ def test_a_planted_upward_import_is_found(module: str, text: str, target: str | 
         ),
         (
             "xmoe.launch.cli",
-            "import typer\ndef train():\n    from xmoe.training import loop\n    import torch",
+            "from xmoe import __version__\ndef f():\n    from xmoe.training import loop\n    import torch",
         ),
         ("xmoe.config", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         (
