@@ -70,6 +70,8 @@ class Experts(nn.Module):
     expert starts the same whatever the expert-parallel size.
     """
 
+    MLPS = "mlps"  # name of the module list, and so of the experts in the state dict
+
     def __init__(
         self,
         expert: nn.Module,
@@ -79,7 +81,7 @@ class Experts(nn.Module):
         initialize: Callable[[nn.Module, int], None] | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        self.mlps = nn.ModuleList([copy.deepcopy(expert) for _ in range(num_local)])
+        self.add_module(self.MLPS, nn.ModuleList([copy.deepcopy(expert) for _ in range(num_local)]))
         self.formula = recognize(expert)
         self.initialize_each(first_id, initialize)
 
@@ -95,7 +97,9 @@ class Experts(nn.Module):
 
     def modules_in_order(self) -> nn.ModuleList:
         """The local experts, by local id."""
-        return self.mlps
+        mlps = getattr(self, self.MLPS)
+        assert isinstance(mlps, nn.ModuleList)
+        return mlps
 
     def forward(self, rows: Rows, plan: DispatchPlan) -> Tensor:
         """``y_RD``: for each row the weighted sum of its assignments' experts, in the rows' dtype."""

@@ -1,0 +1,72 @@
+"""Agreement between ranks, and communicators made ready before training starts."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_WARM: set[int] = set()
+
+
+def raise_together(error: Exception | None) -> None:
+    """Raises the same error on every rank when any rank has one: the lowest such rank's. A collective.
+
+    Call it after each piece of work that can fail on one rank only (reading a file, checking a setting) and before
+    the next collective: the alternative is one rank's traceback and all others' hang. Without a process group it
+    raises ``error`` if there is one. The error raised elsewhere is of the same type where that type can be pickled.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        if error is not None:
+            raise error
+        return
+    own = None if error is None else _portable(error)
+    errors: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, own)
+    for found in errors:
+        if found is not None:
+            raise found from error
+
+
+def _portable(error: Exception) -> Exception:
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+        return error if str(copy) == str(error) else type(error)(str(error))
+    except Exception:  # whatever a foreign error's pickling raises: its text must still arrive
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def same_everywhere(value: Any, what: str) -> None:
+    """Raises ValueError on every rank when ``value`` (compared by ``repr``) differs between ranks. A collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    values: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(values, repr(value))
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise ValueError(
+                f"{what} differs between ranks: rank 0 has {_short(values[0])}, rank {rank} has {_short(other)}; "
+                "every rank must be given the same"
+            )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Makes the group's communicator by one all-to-all, once for each group. A collective of the group.
+
+    Communicators made lazily, inside the first forward, are made in whatever order the ranks come to them; made
+    here, at start and in module order, they cannot wait for each other.
+    """
+    if id(group) in _WARM:
+        return
+    _WARM.add(id(group))
+    ones = torch.ones(dist.get_world_size(group), dtype=torch.int64, device=device)
+    received = torch.empty_like(ones)
+    dist.all_to_all_single(received, ones, group=group)
+    if int(received.sum()) != ones.numel():
+        raise RuntimeError(f"the expert-parallel group of rank {dist.get_rank()} exchanges wrong data")

@@ -1,0 +1,134 @@
+"""What must hold of a model, its config and its optimizer before the first collective of training.
+
+Every failure is one ValueError (ConfigError for JSON settings) that names the setting, the value and the remedy.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+from packaging.version import Version
+from torch import nn
+from torch.optim import Optimizer
+
+from ...config import ConfigError, read_json
+from .moe import MoE
+
+logger = logging.getLogger(__name__)
+
+_SUPPORTED = (Version("0.19.8"), Version("0.20"))
+_warned_of_version = False
+
+
+def warn_of_version() -> None:
+    """One warning when the installed DeepSpeed is none xmoe was tested with."""
+    global _warned_of_version
+    found = Version(deepspeed.__version__)
+    if not _warned_of_version and not _SUPPORTED[0] <= Version(found.base_version) < _SUPPORTED[1]:
+        _warned_of_version = True
+        logger.warning("xmoe is tested with deepspeed >= %s, < %s; this is %s", *_SUPPORTED, found)
+
+
+def config_as_dict(config: Any, args: Any) -> dict[str, Any]:
+    """The DeepSpeed config as a dict of its own, wherever DeepSpeed would find it. Raises ConfigError."""
+    if config is None:
+        config = getattr(args, "deepspeed_config", None)
+    if config is None:
+        raise ConfigError("config", None, "give xmoe.initialize the DeepSpeed config, as a dict or a file's path")
+    return copy.deepcopy(dict(config)) if isinstance(config, Mapping) else read_json(config)
+
+
+def check_model(model: nn.Module, config: Mapping[str, Any], *, model_parallel_size: int) -> None:
+    """ZeRO stage, expert-parallel sizes and parameter names. Raises ValueError."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
+    if not layers:
+        return
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    if stage not in (0, 1, 2):
+        raise ConfigError(
+            "zero_optimization.stage",
+            stage,
+            "xmoe.MoE trains at stage 0, 1 or 2: use 2 (with offload_optimizer, if memory is short); for stage 3 "
+            "use DeepSpeed's AutoEP layers instead of xmoe.MoE",
+        )
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    for name, layer in layers:
+        if world % layer.ep_size:
+            raise ValueError(
+                f"ep_size ({layer.ep_size}) of layer '{name}' must divide the number of ranks ({world}): start "
+                f"another number of ranks, or construct the layer with an ep_size that divides {world}"
+            )
+        if model_parallel_size > 1 and not layer.deepspeed_moe.gate.settings.drop_tokens:
+            logger.debug("layer %s is dropless under model parallelism %d", name, model_parallel_size)
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizer | None, *, zero_stage: int) -> None:
+    """Every trainable expert parameter stands in exactly one group; under ZeRO in one of experts only.
+
+    A parameter no optimizer holds would silently never train. Raises ValueError.
+    """
+    if optimizer is None:
+        return
+    places: dict[int, list[dict[str, Any]]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            places.setdefault(id(parameter), []).append(group)
+    missing, mixed = [], []
+    for name, parameter in model.named_parameters():
+        if not (is_moe_param(parameter) and parameter.requires_grad):
+            continue
+        found = places.get(id(parameter), [])
+        if len(found) != 1:
+            missing.append(name)
+        elif zero_stage > 0 and not found[0].get("moe", False):
+            mixed.append(name)
+    remedy = "build it from xmoe.integrations.deepspeed.moe_param_groups(model), after every layer is in place"
+    if missing:
+        raise ValueError(
+            f"the optimizer does not hold {len(missing)} trainable expert parameters exactly once "
+            f"(first: {missing[0]}), so they would not train: {remedy}, or freeze them with requires_grad_(False)"
+        )
+    if mixed:
+        raise ValueError(
+            f"the optimizer holds {len(mixed)} expert parameters (first: {mixed[0]}) in a group without 'moe': True, "
+            f"which ZeRO {zero_stage} would reduce over the wrong ranks: {remedy}"
+        )
+
+
+def moe_param_groups(
+    source: nn.Module | list[dict[str, Any]], *, unique_names: bool = False, **options: Any
+) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer, experts apart, as DeepSpeed's ZeRO needs them.
+
+    ``source`` is a model, or a list of groups of which each has a ``'name'``. ``options`` (``lr=``, ...) go into
+    every group. DeepSpeed names all groups of experts alike (``ep_size_N``); ``unique_names=True`` adds a key
+    ``'unique_name'`` made from the source group's name, and leaves ``'name'`` as DeepSpeed reads it.
+
+    Raises ValueError for a group without a name.
+    """
+    if isinstance(source, nn.Module):
+        source = [{"params": [p for p in source.parameters() if p.requires_grad], "name": "dense"}]
+    for index, group in enumerate(source):
+        if "name" not in group:
+            raise ValueError(
+                f"parameter group {index} has no 'name': DeepSpeed tells groups of experts apart by it; "
+                f"add 'name': 'group{index}' (any text) to the group"
+            )
+    named = [{**options, **group, "params": list(group["params"]), "unique_name": group["name"]} for group in source]
+    split: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(named)
+    split = [group for group in split if group["params"]]
+    seen: dict[str, int] = {}
+    for group in split:
+        source_name = group.pop("unique_name")
+        if unique_names:
+            label = f"{source_name}/{group['name']}" if group.get("moe") else source_name
+            seen[label] = seen.get(label, 0) + 1
+            group["unique_name"] = label if seen[label] == 1 else f"{label}.{seen[label]}"
+    return split

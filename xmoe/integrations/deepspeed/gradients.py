@@ -1,0 +1,96 @@
+"""Gradient norm and clipping where DeepSpeed 0.19.8 gets them wrong for expert-parallel models.
+
+    fp32, ZeRO 0              no global norm; clips each rank by the mean of the ranks' norms
+    bf16 or fp16, ZeRO 0      FP16_UnfusedOptimizer leaves the experts out of the norm and of the clipping factor
+    ZeRO 1 and 2              right
+
+The true norm is that of the model's gradient: every replicated parameter once, every expert once, whichever rank
+holds it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.utils import groups
+from torch import Tensor, nn
+
+
+def true_gradient_norm(marked: Iterable[tuple[nn.Parameter, Tensor | None]], *, mpu: Any = None) -> float:
+    """L2 norm of the whole model's gradient, equal on all ranks. A collective.
+
+    ``marked`` pairs each parameter (whose marks say who holds it) with its gradient, or None for no gradient.
+    Gradients have been reduced over data-parallel ranks already.
+    """
+    device = torch.device(get_accelerator().current_device_name())
+    # float64: a sum of squares over 1e9 elements must not depend on how many ranks it is split over.
+    dense = torch.zeros((), dtype=torch.float64, device=device)
+    experts = {name: torch.zeros_like(dense) for name in sorted(groups._get_expert_parallel_group_dict())}
+    counts_here = mpu is None or mpu.get_model_parallel_rank() == 0
+    for parameter, gradient in marked:
+        if gradient is None:
+            continue
+        square = gradient.detach().to(torch.float32).square().sum(dtype=torch.float64)
+        if is_moe_param(parameter):
+            experts[parameter.group_name] += square
+        elif counts_here or is_model_parallel_parameter(parameter):
+            dense += square
+    if mpu is not None and mpu.get_model_parallel_world_size() > 1:
+        dist.all_reduce(dense, group=mpu.get_model_parallel_group())
+    for name, total in experts.items():
+        if groups._get_expert_parallel_world_size(name) > 1:
+            dist.all_reduce(total, group=groups._get_expert_parallel_group(name))
+    return math.sqrt(float(dense + sum(experts.values())))
+
+
+def mend_gradient_norm(engine: Any) -> None:
+    """Makes ``engine.get_global_grad_norm()`` and gradient clipping true at ZeRO 0, by rebinding methods."""
+    if engine.zero_optimization() or not engine.has_moe_layers:
+        return
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        _mend_unfused(engine.optimizer, engine.mpu)
+    elif not (engine.fp16_enabled() or engine.bfloat16_enabled()):
+        _mend_fp32(engine)
+
+
+def _mend_fp32(engine: Any) -> None:
+    take_model_step = engine._take_model_step
+
+    def with_true_norm(lr_kwargs: Any) -> None:
+        norm = true_gradient_norm(((p, p.grad) for p in engine.module.parameters()), mpu=engine.mpu)
+        engine.clip_fp32_gradients = lambda: _clip(engine, norm)
+        take_model_step(lr_kwargs)
+        engine._global_grad_norm = norm
+
+    engine._take_model_step = with_true_norm
+
+
+def _clip(engine: Any, norm: float) -> None:
+    factor = engine.gradient_clipping() / (norm + 1e-6)
+    if factor < 1:
+        for parameter in engine.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+
+def _mend_unfused(optimizer: Any, mpu: Any) -> None:
+    unscale_and_clip = optimizer.unscale_and_clip_grads
+
+    def with_true_norm(total_norm: Any, apply_scale: bool = True) -> Any:
+        marked = (
+            (model_parameter, master.grad)
+            for model_group, master_group in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+            for model_parameter, master in zip(model_group, master_group, strict=True)
+        )
+        optimizer._global_grad_norm = true_gradient_norm(marked, mpu=mpu)
+        return unscale_and_clip(optimizer._global_grad_norm, apply_scale)
+
+    optimizer.unscale_and_clip_grads = with_true_norm
