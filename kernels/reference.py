@@ -9,6 +9,7 @@ agree bit by bit.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -222,10 +223,8 @@ def expert_mlp_backward(
 
 def _segments(counts: Sequence[int]) -> list[slice]:
     """Slices of consecutive segments: counts [2, 0, 1] gives 0:2, 2:2, 2:3."""
-    ends = [0]
-    for count in counts:
-        ends.append(ends[-1] + count)
-    return [slice(start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
+    ends = itertools.accumulate(counts)
+    return [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
 
 def _linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], expert: int, *, out: Tensor) -> Tensor:

@@ -29,6 +29,12 @@ _PUBLIC = {
     "XMoEConfig": "xmoe.config",
 }
 
+# torch is never a requirement of the wheel: a ROCm machine has a build of its own that must not be replaced.
+_INSTALL = {
+    "torch": "pip install torch (on an HPC machine: the centre's own build, e.g. by its module)",
+    "deepspeed": "pip install 'deepspeed>=0.19.8,<0.20'",
+}
+
 __all__ = [*_PUBLIC, "__version__"]
 
 
@@ -36,7 +42,13 @@ def __getattr__(name: str) -> Any:
     module = _PUBLIC.get(name)
     if module is None:
         raise AttributeError(f"module 'xmoe' has no attribute {name!r}")
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _INSTALL:
+            raise
+        raise ImportError(f"xmoe.{name} needs the package {missing!r}: {_INSTALL[missing]}", name=missing) from error
 
 
 def __dir__() -> list[str]:

@@ -67,9 +67,7 @@ class XMoEConfig(_Section):
         False,
         description="Reproduce the numerics of deepspeed.moe.layer.MoE, its random draws and its faults included.",
     )
-    score_function: Literal["softmax", "sigmoid"] = Field(
-        "softmax", description="Router scores from logits."
-    )
+    score_function: Literal["softmax", "sigmoid"] = Field("softmax", description="Router scores from logits.")
     normalize_weights: bool | None = Field(
         None,
         description="Divide a token's combine weights by their sum; null is DeepSpeed's rule: at k > 1 only.",
@@ -166,7 +164,11 @@ class ModelConfig(_Section):
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
         checks = [
-            ("hidden_size", self.hidden_size % self.num_heads == 0, f"must be a multiple of num_heads ({self.num_heads})"),
+            (
+                "hidden_size",
+                self.hidden_size % self.num_heads == 0,
+                f"must be a multiple of num_heads ({self.num_heads})",
+            ),
             (
                 "num_heads",
                 self.num_heads % self.num_kv_heads == 0,
@@ -218,9 +220,7 @@ class DataConfig(_Section):
 class RunConfig(_Section):
     """The ``"run"`` section: how long ``xmoe train`` trains and where it writes."""
 
-    name: str = Field(
-        "train", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Results are written to runs/NAME."
-    )
+    name: str = Field("train", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Results are written to runs/NAME.")
     steps: int = Field(300, gt=0, description="Optimizer steps.")
     eval_interval: int = Field(50, gt=0, description="Steps between validations.")
     eval_sequences: int = Field(64, gt=0, description="Held-out sequences of one validation, over all ranks.")
@@ -273,7 +273,7 @@ def _config_error(name: str, cls: type[_Section], error: ValidationError) -> Con
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         return cause
-    path = ".".join([name, *(str(part) for part in first["loc"] if not str(part).startswith(("int", "float")))])
+    path = ".".join([name, *map(str, first["loc"])])
     if first["type"] == "extra_forbidden":
         known = ", ".join(sorted(cls.model_fields))
         return ConfigError(path, first["input"], f"unknown key; allowed in {name!r} are: {known}")
@@ -307,7 +307,7 @@ def read_train_config(content: Mapping[str, Any]) -> TrainConfig:
     """
     sections = {name: parse_section(name, cls, content.get(name)) for name, cls in SECTIONS.items()}
     own = {key: value for key, value in content.items() if key not in ("model", "data", "run")}
-    return TrainConfig(deepspeed=own, **sections)  # type: ignore[arg-type]
+    return TrainConfig(deepspeed=own, **sections)
 
 
 def json_schema() -> dict[str, Any]:

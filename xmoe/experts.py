@@ -8,7 +8,7 @@ dicts, optimizer states and ZeRO's flat partitions those of DeepSpeed's native l
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +39,9 @@ class MLPFormula:
     down: str
     gate: str | None = None
 
-    def weights(self, experts: Sequence[nn.Module]) -> ExpertWeights:
+    def weights(self, experts: Iterable[nn.Module]) -> ExpertWeights:
         """The experts' own parameters, in lists."""
+        experts = list(experts)
 
         def parameters(name: str | None, kind: str) -> list[Tensor]:
             found = [getattr(_child(expert, name), kind) for expert in experts] if name is not None else []

@@ -140,6 +140,7 @@ def _checkpoint_of_saved_tensor_hooks() -> list[Any]:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     pack = hooks[0] if hooks else None
     names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
-    if pack is None or pack.__module__ != _TORCH or "frame" not in names:
+    cells = getattr(pack, "__closure__", None)
+    if cells is None or pack.__module__ != _TORCH or "frame" not in names:
         return []
-    return [pack.__closure__[names.index("frame")].cell_contents]
+    return [cells[names.index("frame")].cell_contents]

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -59,9 +59,7 @@ def assert_close(
     assert found[1] <= rms, f"{what}: RMS error {found[1]:.3g} (max {found[0]:.3g}) exceeds {rms:g}"
 
 
-def dense_oracle(
-    x_TD: Tensor, *, experts: list[nn.Module], topk_ids_TK: Tensor, topk_weights_TK: Tensor
-) -> Tensor:
+def dense_oracle(x_TD: Tensor, *, experts: list[nn.Module], topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
     """Every token through every expert, in a loop, masked by its routing: obviously right, and slow. ``[T, D]``.
 
     Differentiable in everything; give it float64 modules and inputs.
@@ -135,7 +133,7 @@ def _collect(pipes: list[Connection], timeout_s: float) -> dict[int, tuple[bool,
                 answers[rank] = (False, pickle.dumps(RuntimeError("the process died without an answer")))
             del waiting[rank]
             if not answers[rank][0]:
-                deadline = min(deadline, time.monotonic() + 10.0)
+                deadline = min(deadline, time.monotonic() + 3.0)
     return answers
 
 
@@ -204,4 +202,4 @@ def _load(path: str, qualname: str) -> Callable[..., Any]:
     function: Any = module
     for part in qualname.split("."):
         function = getattr(function, part)
-    return function  # type: ignore[no-any-return]
+    return cast(Callable[..., Any], function)

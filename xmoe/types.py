@@ -32,11 +32,12 @@ from torch import Tensor
 class Routing:
     """What the router decided for T tokens.
 
-    ``topk_ids_TK``          int32; logical expert of each slot, -1 where dropped or masked
-    ``topk_weights_TK``      float32 (float64 in a float64 model) with gradient; combine weight of each slot, 0 where dropped or masked
-    ``selected_per_expert_E`` int64; slots that selected each expert before any capacity drop (masked tokens excluded)
-    ``tokens_per_expert_E``  int64; slots kept: ``tokens_per_expert_E[x] == (topk_ids_TK == x).sum()``
-    ``aux_loss``             float32 scalar with gradient: the weighted auxiliary losses
+    ``topk_ids_TK``            int32; logical expert of each slot, -1 where dropped or masked
+    ``topk_weights_TK``        float32 (float64 in a float64 model) with gradient; combine weight of each slot, 0
+                               where dropped or masked
+    ``selected_per_expert_E``  int64; slots that selected each expert, before any capacity drop
+    ``tokens_per_expert_E``    int64; slots kept: ``tokens_per_expert_E[x] == (topk_ids_TK == x).sum()``
+    ``aux_loss``               scalar of the weights' dtype, with gradient: the weighted auxiliary losses
     """
 
     topk_ids_TK: Tensor

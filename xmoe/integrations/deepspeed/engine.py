@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ...config import parse_section, XMoEConfig
+from ...config import XMoEConfig, parse_section
 from ...groups import raise_together, same_everywhere
 from ...metrics import routed_layers
 from .checks import check_model, check_optimizer, config_as_dict, warn_of_version

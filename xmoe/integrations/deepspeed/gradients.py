@@ -40,7 +40,7 @@ def true_gradient_norm(marked: Iterable[tuple[nn.Parameter, Tensor | None]], *, 
             continue
         square = gradient.detach().to(torch.float32).square().sum(dtype=torch.float64)
         if is_moe_param(parameter):
-            experts[parameter.group_name] += square
+            experts[parameter.group_name] += square  # type: ignore[attr-defined]
         elif counts_here or is_model_parallel_parameter(parameter):
             dense += square
     if mpu is not None and mpu.get_model_parallel_world_size() > 1:

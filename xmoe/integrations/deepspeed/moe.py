@@ -88,7 +88,7 @@ class MOELayer(RoutedMLP, native_moe.MOELayer):
         self.l_aux: Any = None
         self.exp_counts: Any = None
 
-    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Tensor:
         output, self.l_aux, self.exp_counts = RoutedMLP.forward(self, hidden_states, used_token)
         return output
 
@@ -153,7 +153,7 @@ class MoE(native_layer.MoE):
         _check_arguments(num_experts, ep_size, noisy_gate_policy, shared_gate=shared_gate, shared_mlp=shared_mlp)
         if noisy_gate_policy == "Jitter":
             self._given.setdefault("input_jitter", _JITTER_EPSILON)
-        self._routing = {
+        self._routing: dict[str, Any] = {
             "top_k": k,
             "capacity_factor": capacity_factor,
             "eval_capacity_factor": eval_capacity_factor,
