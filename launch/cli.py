@@ -20,6 +20,7 @@ from .env import ProcessPlace, find_place
 logger = logging.getLogger(__name__)
 
 USER_ERROR = 2
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _INSTALL = {
     "torch": 'pip install torch  (CPU: add "--index-url https://download.pytorch.org/whl/cpu"; on a ROCm or CUDA '
     "machine use its own build)",
@@ -69,8 +70,8 @@ def _options(
     ] = False,
 ) -> None:
     level = os.environ.get("XMOE_LOG", "WARNING").upper()
-    if level not in logging.getLevelNamesMapping():
-        raise ConfigError("XMOE_LOG", level, f"must be one of {', '.join(logging.getLevelNamesMapping())}")
+    if level not in _LOG_LEVELS:
+        raise ConfigError("XMOE_LOG", level, f"must be one of {', '.join(_LOG_LEVELS)}")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("xmoe").setLevel(level)
 
@@ -81,7 +82,8 @@ def train(
     name: Annotated[str | None, typer.Option(help="Write to runs/NAME; overrides run.name.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps; overrides run.steps.")] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting (VALUE is JSON).")
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting (VALUE is JSON)."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's newest checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run of this name.")] = False,

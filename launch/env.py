@@ -117,9 +117,7 @@ def _alone() -> ProcessPlace:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return ProcessPlace(
-        rank=0, world_size=1, local_rank=0, master_addr="127.0.0.1", master_port=port, source="single"
-    )
+    return ProcessPlace(rank=0, world_size=1, local_rank=0, master_addr="127.0.0.1", master_port=port, source="single")
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from xmoe.config import ConfigError
 from xmoe.training import checkpoints
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from xmoe.config import ConfigError, DataConfig
 from xmoe.training import corpus as corpus_module
 from xmoe.training.baselines import measure_baselines
@@ -162,7 +163,9 @@ def test_a_file_that_changes_while_it_is_packed_is_an_error(folder: Path, tmp_pa
         pytest.param({}, r"data\.paths is .*: no file ends in", id="no-files"),
         pytest.param({"a": ""}, r"data\.paths is .*: holds fewer than two", id="empty"),
         pytest.param({"a": "only one" * 9, "b": "only one" * 9}, "holds fewer than two", id="one-content"),
-        pytest.param({"a": "x" * 99, "b": "y"}, r"data\.sequence_length is 8: the held-out text has only 2", id="short"),
+        pytest.param(
+            {"a": "x" * 99, "b": "y"}, r"data\.sequence_length is 8: the held-out text has only 2", id="short"
+        ),
     ],
 )
 def test_wrong_text_is_one_error_and_writes_nothing(

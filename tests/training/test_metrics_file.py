@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from xmoe.training.files import replacing
 from xmoe.training.metrics_file import MetricsFile, read_lines, trim_after
 
@@ -67,8 +68,13 @@ def test_no_file_is_no_lines(tmp_path: Path) -> None:
 def test_replacing_leaves_the_old_file_when_writing_fails(tmp_path: Path) -> None:
     target = tmp_path / "x.json"
     target.write_text("old")
-    with pytest.raises(RuntimeError, match="half way"), replacing(target) as scratch:
-        scratch.write_text("ne")
-        raise RuntimeError("half way")
+
+    def fail_half_way() -> None:
+        with replacing(target) as scratch:
+            scratch.write_text("ne")
+            raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        fail_half_way()
     assert target.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from xmoe.training.sampler import Sampler, permute
 from xmoe.training.validate import read_batch, spread_starts
 

@@ -190,7 +190,10 @@ class Transformer(nn.Module):
         """
         logits_BSV, aux_loss = self.logits(tokens_BS)
         total = F.cross_entropy(
-            logits_BSV.float().flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
+            logits_BSV.float().flatten(0, 1),
+            targets_BS.flatten(),
+            ignore_index=IGNORED_TARGET,
+            reduction="sum",
         )
         return total / (targets_BS != IGNORED_TARGET).sum().clamp(min=1), aux_loss
 

@@ -84,9 +84,7 @@ def save(engine: Any, folder: Path, *, step: int, made_with: Mapping[str, Any]) 
 
 
 def _seal(target: Path, *, step: int, made_with: Mapping[str, Any]) -> None:
-    files = {
-        str(path.relative_to(target)): path.stat().st_size for path in sorted(target.rglob("*")) if path.is_file()
-    }
+    files = {str(path.relative_to(target)): path.stat().st_size for path in sorted(target.rglob("*")) if path.is_file()}
     content = {"format_version": FORMAT_VERSION, "step": step, "made_with": made_with, "files": files}
     with replacing(target / MANIFEST) as scratch:
         scratch.write_text(json.dumps(content, indent=1), encoding="utf-8")
@@ -123,11 +121,15 @@ def check(checkpoint: Path, made_with: Mapping[str, Any], *, rank: int, world: i
         version = manifest["format_version"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            "--resume", str(checkpoint), f"cannot be read: {MANIFEST} is damaged ({type(error).__name__}); {remedy}"
+            "--resume",
+            str(checkpoint),
+            f"cannot be read: {MANIFEST} is damaged ({type(error).__name__}); {remedy}",
         ) from None
     if version != FORMAT_VERSION:
         raise ConfigError(
-            "--resume", str(checkpoint), f"has format {version}, this version reads {FORMAT_VERSION}; {remedy}"
+            "--resume",
+            str(checkpoint),
+            f"has format {version}, this version reads {FORMAT_VERSION}; {remedy}",
         )
     if differences := _differences("", theirs, json.loads(json.dumps(made_with))):
         raise ConfigError(
@@ -146,9 +148,7 @@ def _differences(path: str, theirs: object, ours: object) -> list[str]:
     if isinstance(theirs, dict) and isinstance(ours, dict):
         keys: Sequence[str] = sorted(theirs.keys() | ours.keys())
         return [
-            line
-            for key in keys
-            for line in _differences(f"{path}.{key}".lstrip("."), theirs.get(key), ours.get(key))
+            line for key in keys for line in _differences(f"{path}.{key}".lstrip("."), theirs.get(key), ours.get(key))
         ]
     return [] if theirs == ours else [f"{path} is {theirs!r} there and {ours!r} here"]
 

@@ -88,7 +88,9 @@ def find_files(config: DataConfig) -> list[Path]:
             raise ConfigError(setting, given, "no such file or folder; give an existing text file or folder")
     if not found:
         raise ConfigError(
-            "data.paths", config.paths, f"no file ends in one of data.suffixes {config.suffixes}; add files or suffixes"
+            "data.paths",
+            config.paths,
+            f"no file ends in one of data.suffixes {config.suffixes}; add files or suffixes",
         )
     return sorted(found)
 
@@ -118,7 +120,9 @@ def read_distinct(paths: Iterable[Path]) -> tuple[list[TextFile], int]:
                 binary = binary or END_OF_FILE in chunk
         except OSError as error:
             raise ConfigError(
-                "data.paths", str(path), f"cannot be read ({error.strerror}); fix its permissions or leave it out"
+                "data.paths",
+                str(path),
+                f"cannot be read ({error.strerror}); fix its permissions or leave it out",
             ) from None
         if binary:
             logger.info("%s holds a zero byte and is left out as binary", path)
@@ -135,9 +139,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
-def split_files(
-    files: Sequence[TextFile], num_duplicates: int = 0, *, held_out_fraction: float, seed: int
-) -> Split:
+def split_files(files: Sequence[TextFile], num_duplicates: int = 0, *, held_out_fraction: float, seed: int) -> Split:
     """Holds out whole files until they are ``held_out_fraction`` of the bytes.
 
     Files are visited in an order drawn from the seed and their contents; a file that would exceed the share is
@@ -215,7 +217,9 @@ def write_corpus(split: Split, cache_dir: str | Path) -> Path:
         shutil.rmtree(target / "replaced", ignore_errors=True)
     except OSError as error:
         raise ConfigError(
-            "data.cache_dir", str(cache_dir), f"writing failed ({error.strerror}); free space or name another folder"
+            "data.cache_dir",
+            str(cache_dir),
+            f"writing failed ({error.strerror}); free space or name another folder",
         ) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -262,7 +266,9 @@ def open_corpus(folder: str | Path) -> Corpus:
     folder = Path(folder)
     if not _is_complete(folder):
         raise ConfigError(
-            "data.cache_dir", str(folder), "is missing or damaged on this rank; name a folder that all ranks share"
+            "data.cache_dir",
+            str(folder),
+            "is missing or damaged on this rank; name a folder that all ranks share",
         )
     return Corpus(
         fingerprint=folder.name,

@@ -161,7 +161,11 @@ class Trainer:
         if self.metrics is not None:
             for name, selected_E in zip(self._window_layers, self._window_selected_LE.tolist(), strict=True):
                 self.metrics.write(
-                    "expert_load", step=step, first_step=self._window_start + 1, layer=name, selected=selected_E
+                    "expert_load",
+                    step=step,
+                    first_step=self._window_start + 1,
+                    layer=name,
+                    selected=selected_E,
                 )
         self._window_start, self._window_selected_LE = step, None
 

@@ -72,7 +72,12 @@ def draw_loss(lines: Sequence[dict[str, Any]], target: Path) -> Path | None:
         axes.plot(*zip(*validation, strict=True), color=_VALIDATION, marker="o", markersize=4, label="validation")
         step, bits = validation[-1]
         axes.annotate(
-            f"{bits:.2f}", (step, bits), xytext=(6, -2), textcoords="offset points", color=_VALIDATION, weight="bold"
+            f"{bits:.2f}",
+            (step, bits),
+            xytext=(6, -2),
+            textcoords="offset points",
+            color=_VALIDATION,
+            weight="bold",
         )
     axes.set_xlim(0, steps[-1] * 1.06)
     for line in (line for line in lines if line["kind"] == "baseline"):
@@ -81,7 +86,12 @@ def draw_loss(lines: Sequence[dict[str, Any]], target: Path) -> Path | None:
             axes.axhline(bits, color=_BASELINE, linestyle=(0, (4, 3)), linewidth=1)
             # At the right: there the curves are far below.
             axes.text(
-                0.995, bits, f"{name} = {bits:.2f}", transform=axes.get_yaxis_transform(), ha="right", va="bottom",
+                0.995,
+                bits,
+                f"{name} = {bits:.2f}",
+                transform=axes.get_yaxis_transform(),
+                ha="right",
+                va="bottom",
                 color=_BASELINE,
             )
     axes.set_title("Loss on training and held-out text")
@@ -104,7 +114,12 @@ def draw_expert_load(lines: Sequence[dict[str, Any]], target: Path) -> Path | No
     columns = 1 if len(by_layer) == 1 else 2
     rows = -(-len(by_layer) // columns)
     figure, axes = plt.subplots(
-        rows, columns, figsize=(5.2 * columns, 3.1 * rows), squeeze=False, sharex=True, sharey=True,
+        rows,
+        columns,
+        figsize=(5.2 * columns, 3.1 * rows),
+        squeeze=False,
+        sharex=True,
+        sharey=True,
         layout="constrained",
     )
     norm = TwoSlopeNorm(vmin=0.0, vcenter=1.0, vmax=2.5)

@@ -7,8 +7,10 @@ import copy
 import hashlib
 import json
 import logging
+import os
 import random
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from xmoe.config import ConfigError, TrainConfig
 from xmoe.groups import raise_together
 from xmoe.integrations.deepspeed import MoE, init_distributed, initialize
+from xmoe.integrations.deepspeed.activation import activation_checkpoint
 from xmoe.models.flops import count_flops
 from xmoe.models.transformer import Transformer
 
@@ -61,6 +64,7 @@ def run(request: RunRequest, stop: StopRequest) -> None:
 
     Raises the same ConfigError on every rank for a wrong setting on any of them, before anything is written.
     """
+    _quiet_libraries()
     init_distributed()
     try:
         _run(request, stop)
@@ -68,6 +72,16 @@ def run(request: RunRequest, stop: StopRequest) -> None:
         # With a dead launcher its store is gone too, and tearing down may complain about that.
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+
+
+def _quiet_libraries() -> None:
+    """Keeps remarks of the libraries that no user of this command can act on out of its output."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    if not logger.isEnabledFor(logging.INFO):
+        first = os.environ.get("RANK", "0") == "0"
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING if first else logging.ERROR)
+        # Said in every initialize with a scheduler, before the scheduler's own first step.
+        logging.getLogger("DeepSpeed").addFilter(lambda record: "before it has started" not in record.getMessage())
 
 
 def _run(request: RunRequest, stop: StopRequest) -> None:
@@ -97,9 +111,7 @@ def _run(request: RunRequest, stop: StopRequest) -> None:
         config=config,
         corpus=corpus,
         sampler=_make_sampler(config, engine, corpus),
-        flops=count_flops(
-            config.model, vocab_size=VOCAB_SIZE, sequence_length=config.data.sequence_length
-        ),
+        flops=count_flops(config.model, vocab_size=VOCAB_SIZE, sequence_length=config.data.sequence_length),
         stop=stop,
         display=display,
         metrics=metrics,
@@ -145,11 +157,15 @@ def _check_across_ranks(request: RunRequest, config: TrainConfig) -> None:
     dist.all_gather_object(digests, hashlib.sha256(mine.encode()).hexdigest())
     if digests[dist.get_rank()] != digests[0]:
         raise ConfigError(
-            "--config", f"other settings on rank {dist.get_rank()} than on rank 0", "start every rank with the same"
+            "--config",
+            f"other settings on rank {dist.get_rank()} than on rank 0",
+            "start every rank with the same",
         )
     if world % config.model.ep_size:
         raise ConfigError(
-            "model.ep_size", config.model.ep_size, f"must divide the number of ranks ({world}); start more or lower it"
+            "model.ep_size",
+            config.model.ep_size,
+            f"must divide the number of ranks ({world}); start more or lower it",
         )
 
 
@@ -175,16 +191,12 @@ def seed_everything(seed: int) -> None:
 
 
 def _build_engine(config: TrainConfig, folder: Path) -> Any:
-    kind = config.model.activation_checkpointing
-    deepspeed_checkpoint = None
-    if kind == "deepspeed":
-        from xmoe.integrations.deepspeed import activation_checkpoint as deepspeed_checkpoint
     model = Transformer(
         config.model,
         MoE,
         vocab_size=VOCAB_SIZE,
         seed=config.run.seed,
-        deepspeed_checkpoint=deepspeed_checkpoint,
+        deepspeed_checkpoint=activation_checkpoint,
     )
     engine, *_ = initialize(
         model=model, model_parameters=list(model.parameters()), config=_deepspeed_config(config, folder)
@@ -249,7 +261,9 @@ def _open_run(config: TrainConfig, folder: Path, *, first_step: int) -> MetricsF
         return MetricsFile(metrics)
     except OSError as error:
         raise ConfigError(
-            "run.name", config.run.name, f"{folder} cannot be written ({error.strerror}); work in a writable folder"
+            "run.name",
+            config.run.name,
+            f"{folder} cannot be written ({error.strerror}); work in a writable folder",
         ) from None
 
 

@@ -58,9 +58,7 @@ class Sampler:
         sequences = np.empty_like(draws)
         for epoch in np.unique(epochs):
             of_epoch = epochs == epoch
-            sequences[of_epoch] = permute(
-                positions[of_epoch], self.num_sequences, seed=self.seed, epoch=int(epoch)
-            )
+            sequences[of_epoch] = permute(positions[of_epoch], self.num_sequences, seed=self.seed, epoch=int(epoch))
         return sequences * self.sequence_length
 
 

@@ -102,14 +102,19 @@ def reduce_step(local: LocalStep, device: torch.device) -> StepMetrics:
     ]
     counts = [counts_E for load in local.loads for counts_E in (load.selected_E, load.routed_E)]
     vector = torch.cat(
-        [torch.tensor(scalars, dtype=torch.float64, device=device), *(c.to(device, torch.float64) for c in counts)]
+        [
+            torch.tensor(scalars, dtype=torch.float64, device=device),
+            *(c.to(device, torch.float64) for c in counts),
+        ]
     )
     if dist.is_initialized():
         dist.all_reduce(vector)
     vector = vector.cpu()
     stop, loss_sum, aux_loss_sum, num_micro_batches, *whole = vector[:_NUM_SCALARS].tolist()
     num_tokens, computed_rows, all_to_all_bytes = (round(value) for value in whole)
-    counts_L2E = vector[_NUM_SCALARS:].round().long().view(num_layers, 2, -1) if num_layers else torch.zeros(0, 2, 0).long()
+    counts_L2E = (
+        vector[_NUM_SCALARS:].round().long().view(num_layers, 2, -1) if num_layers else torch.zeros(0, 2, 0).long()
+    )
     return StepMetrics(
         loss_nats=loss_sum / max(num_micro_batches, 1),
         aux_loss=aux_loss_sum / max(num_micro_batches, 1),

@@ -34,9 +34,7 @@ def spread_starts(num_tokens: int, *, length: int, count: int) -> NDArray[np.int
 
 
 @torch.no_grad()
-def validation_bits(
-    engine: Any, stream: NDArray[np.uint8], *, length: int, count: int, micro_batch: int
-) -> float:
+def validation_bits(engine: Any, stream: NDArray[np.uint8], *, length: int, count: int, micro_batch: int) -> float:
     """Mean bits per byte over ``count`` held-out sequences of ``length`` tokens, shared out over the ranks.
 
     Collective. Every rank runs the same number of batches, since an MoE layer's exchange needs all of them: a rank

@@ -1,0 +1,25 @@
+"""Runs ``xmoe`` as one rank of a test: writes its process id first and its exit code last into a folder.
+
+``%RANK%`` in an argument becomes the rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from xmoe.launch.cli import main
+
+if __name__ == "__main__":
+    folder = Path(os.environ["XMOE_TEST_FOLDER"])
+    rank = os.environ["RANK"]
+    (folder / f"pid_{rank}").write_text(str(os.getpid()))
+    sys.argv = [argument.replace("%RANK%", rank) for argument in sys.argv]
+    try:
+        main()
+        code: object = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    (folder / f"exit_{rank}").write_text(str(code))
+    sys.exit(code)  # type: ignore[arg-type]
