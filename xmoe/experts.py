@@ -39,6 +39,10 @@ class MLPFormula:
     down: str
     gate: str | None = None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.up, self.down) if self.gate is None else (self.up, self.down, self.gate)
+
     def weights(self, experts: Iterable[nn.Module]) -> ExpertWeights:
         """The experts' own parameters, in lists."""
         experts = list(experts)
@@ -67,8 +71,8 @@ class Experts(nn.Module):
     """The experts of one rank, run over ragged rows.
 
     ``expert`` is copied ``num_local`` times, as DeepSpeed copies it. ``initialize(module, logical_id)``, if given,
-    then gives each copy its own weights: it is called with the torch generator seeded by the logical id, so an
-    expert starts the same whatever the expert-parallel size.
+    then gives each copy its own weights: it is called with torch's generator seeded by one draw for the layer and by
+    the logical id, so an expert starts the same whatever the expert-parallel size.
     """
 
     MLPS = "mlps"  # name of the module list, and so of the experts in the state dict
@@ -90,10 +94,10 @@ class Experts(nn.Module):
         """Calls ``initialize(expert, logical_id)`` for each local expert, each from its own random stream."""
         if initialize is None:
             return
-        seed = torch.initial_seed()
+        seed = int(torch.randint(2**62, ()))  # another one for the next layer
         for local_id, expert in enumerate(self.modules_in_order()):
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed * 1_000_003 + first_id + local_id)
+                torch.manual_seed(seed + first_id + local_id)
                 initialize(expert, first_id + local_id)
 
     def modules_in_order(self) -> nn.ModuleList:
@@ -105,7 +109,7 @@ class Experts(nn.Module):
     def forward(self, rows: Rows, plan: DispatchPlan) -> Tensor:
         """``y_RD``: for each row the weighted sum of its assignments' experts, in the rows' dtype."""
         experts = self.modules_in_order()
-        if self.formula is None or any(map(_has_hooks, _submodules(experts))):
+        if self.formula is None or not all(map(self._is_plain, experts)):
             return self._loop(rows, plan)
         x_RD, weights = rows.x_RD, self.formula.weights(experts)
         device_type = x_RD.device.type
@@ -122,6 +126,13 @@ class Experts(nn.Module):
             plan.tokens_per_local_expert,
             experts=weights,
             activation=self.formula.activation,
+        )
+
+    def _is_plain(self, expert: nn.Module) -> bool:
+        """Whether ``expert`` still is what was recognised: nobody hooked, wrapped or replaced its parts since."""
+        names = self.formula.names if self.formula is not None else ()
+        return all(type(expert.get_submodule(name)) is nn.Linear for name in names) and not any(
+            map(_is_altered, expert.modules())
         )
 
     def _loop(self, rows: Rows, plan: DispatchPlan) -> Tensor:
@@ -142,13 +153,8 @@ class Experts(nn.Module):
         return y_RD.to(x_RD.dtype)
 
 
-def _submodules(experts: nn.ModuleList) -> Iterator[nn.Module]:
-    for expert in experts:
-        yield from expert.modules()
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
+def _is_altered(module: nn.Module) -> bool:
+    return "forward" in vars(module) or bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
@@ -181,9 +187,12 @@ def _proposals(expert: nn.Module) -> Iterator[MLPFormula]:
 
 @torch.no_grad()
 def _computes(expert: nn.Module, formula: MLPFormula) -> bool:
-    used = {formula.up, formula.down, formula.gate} - {None}
     owners = {name.rpartition(".")[0] for name, _ in expert.named_parameters()}
-    if owners != used or any(True for _ in expert.buffers()) or any(p.is_meta for p in expert.parameters()):
+    if (
+        owners != set(formula.names)
+        or any(True for _ in expert.buffers())
+        or any(p.is_meta for p in expert.parameters())
+    ):
         return False
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -191,7 +200,9 @@ def _computes(expert: nn.Module, formula: MLPFormula) -> bool:
         probe = copy.deepcopy(expert).to(device="cpu", dtype=torch.float64).train()
         for parameter in probe.parameters():
             parameter.normal_()
-        x = torch.randn(1, 5, _child(probe, formula.up).in_features, dtype=torch.float64)
+        # Rows of any size, too: a clamp shows in the large ones only, an epsilon in the small ones.
+        sizes = torch.logspace(-4, 4, 17, dtype=torch.float64)[:, None]
+        x = sizes * torch.randn(1, 17, _child(probe, formula.up).in_features, dtype=torch.float64)
         try:
             found = [probe(x) for _ in range(2)]
         except Exception:  # a module of another calling convention: not this formula, whatever it raises
@@ -201,7 +212,7 @@ def _computes(expert: nn.Module, formula: MLPFormula) -> bool:
     return all(
         isinstance(result, Tensor)
         and result.shape == expected.shape
-        and bool((result - expected).abs().max() <= 1e-9 * expected.abs().max())
+        and bool(((result - expected).abs().amax(-1) <= 1e-9 * expected.abs().amax(-1)).all())
         for result in results
     )
 
