@@ -121,8 +121,9 @@ class TopKRouter(nn.Module):
         # A bias step of 1e-3 is lost in bfloat16: the buffer follows moves between devices, never casts.
         bias = self.correction_bias
         super()._apply(fn, recurse)
-        if bias is not None and self.correction_bias is not None:
-            self.correction_bias = bias.to(self.correction_bias.device)
+        moved = self.correction_bias
+        if bias is not None and moved is not None and moved.dtype != torch.float32:
+            self.correction_bias = moved.float() if bias.is_meta else bias.to(moved.device)
         return self
 
     def forward(
@@ -136,8 +137,11 @@ class TopKRouter(nn.Module):
 
         ``decide`` runs the selection, or returns the recorded one (see ``xmoe.replay``).
         """
+        with torch.autocast(x_TD.device.type, enabled=False):
+            return self._route(x_TD, self._mask(used_token_T), decide)
+
+    def _route(self, x_TD: Tensor, used_T: Tensor | None, decide: Callable[[Callable[[], Any]], Any]) -> Routing:
         settings = self.settings
-        used_T = self._mask(used_token_T)
         # Random draws stand outside of the decision, so that a recompute moves the generator as the forward did.
         if self.training and settings.input_jitter:
             x_TD = x_TD.to(reference.accumulator_dtype(x_TD.dtype))
@@ -171,9 +175,10 @@ class TopKRouter(nn.Module):
                 noise.gumbel_TE = _gumbel(logits_TE)
             if settings.drops_by == "random" and active and (settings.drop_tokens or settings.strict_compat):
                 noise.priority_TE = _uniform(logits_TE, 0.0, 1.0)
-        elif settings.top_k == 2 and settings.sample_second_expert and active:
+            return noise
+        if settings.top_k == 2 and settings.sample_second_expert and active:
             noise.gumbel_TE = _gumbel(logits_TE)
-        elif settings.drops_by == "random" and settings.drop_tokens and self.training:
+        if settings.drops_by == "random" and settings.drop_tokens and self.training:
             noise.priority_TE = _uniform(logits_TE, 0.0, 1.0)
         return noise
 
@@ -203,7 +208,11 @@ class TopKRouter(nn.Module):
         if settings.force_balance:
             slots = torch.arange(scores_TE.shape[0] * settings.top_k, device=scores_TE.device)
             return (slots % self.num_experts).view(-1, settings.top_k)
-        ranking_TE = scores_TE if self.correction_bias is None else scores_TE + self.correction_bias
+        if self.correction_bias is not None:
+            ranking_TE = scores_TE + self.correction_bias
+        else:
+            # Logits order experts as scores do, and still where scores round to equal numbers, as 1 or 0.
+            ranking_TE = scores_TE if settings.strict_compat else logits_TE
         if noise.gumbel_TE is None:
             return reference.top_k_ids(ranking_TE, settings.top_k)
         noisy_TE = logits_TE + noise.gumbel_TE

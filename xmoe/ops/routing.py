@@ -24,8 +24,9 @@ class _RouterLogits(torch.autograd.Function):
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_TD, weight_ED = ctx.saved_tensors
         dtype = grad_TE.dtype
-        grad_x = (grad_TE @ weight_ED.to(dtype)).to(x_TD.dtype) if ctx.needs_input_grad[0] else None
-        grad_w = (grad_TE.t() @ x_TD.to(dtype)).to(weight_ED.dtype) if ctx.needs_input_grad[1] else None
+        with torch.autocast(grad_TE.device.type, enabled=False):
+            grad_x = (grad_TE @ weight_ED.to(dtype)).to(x_TD.dtype) if ctx.needs_input_grad[0] else None
+            grad_w = (grad_TE.t() @ x_TD.to(dtype)).to(weight_ED.dtype) if ctx.needs_input_grad[1] else None
         return grad_x, grad_w
 
 
