@@ -100,6 +100,8 @@ def _enclosing_checkpoints() -> tuple[list[Any], Any | None]:
 
 
 def _autograd_function(frame: FrameType) -> tuple[Any | None, bool]:
+    if "ctx" not in frame.f_code.co_varnames:
+        return None, False  # some module's forward: its locals are not for us to hold on to
     context = frame.f_locals.get("ctx")
     if not isinstance(context, FunctionCtx):
         return None, False
