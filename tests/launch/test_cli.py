@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -14,6 +16,7 @@ import pytest
 import xmoe
 from xmoe.config import ConfigError, read_json, read_train_config
 from xmoe.launch import cli
+from xmoe.testing import run_ranks
 
 CONFIGS = Path(cli.__file__).parent / "configs"
 
@@ -192,9 +195,8 @@ def test_schema_and_check_import_no_torch(run_file: Path) -> None:
         (("--set", "model.ep_size=2"), "error: model.ep_size is 2: must divide the number of ranks (1)"),
     ],
 )
-@pytest.mark.timeout(120)
+@pytest.mark.dist
 def test_mistakes_that_need_torch_to_be_found(run_file: Path, arguments: tuple[str, ...], message: str) -> None:
-    """In processes of their own, since each makes a process group."""
     if arguments == ("--resume",):
         text = run_file.parent / "text"
         text.mkdir()
@@ -202,14 +204,21 @@ def test_mistakes_that_need_torch_to_be_found(run_file: Path, arguments: tuple[s
             (text / f"{i}.txt").write_text(f"{i}" * 1000)
         arguments = (*arguments, "--set", f'data.paths=["{text}"]')
     before = sorted(run_file.parent.rglob("*"))
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "xmoe.launch.cli", "train", "--config", str(run_file), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env=os.environ | {"DS_ACCELERATOR": "cpu"},
-    )
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    [(code, errors)] = run_ranks(1, train_on_this_rank, str(run_file), arguments)
+    assert code == 2
+    assert message in errors
+    assert errors.count("\n") == 1
     assert sorted(run_file.parent.rglob("*")) == before
+
+
+def train_on_this_rank(run_file: str, arguments: tuple[str, ...]) -> tuple[object, str]:
+    """A process of its own, since the command makes a process group."""
+    os.chdir(Path(run_file).parent)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    sys.argv = ["xmoe", "train", "--config", run_file, *arguments]
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            cli.main()
+        except SystemExit as stop:
+            return stop.code, errors.getvalue()
+    return 0, errors.getvalue()

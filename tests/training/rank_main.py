@@ -1,7 +1,4 @@
-"""Runs ``xmoe`` as one rank of a test: writes its process id first and its exit code last into a folder.
-
-``%RANK%`` in an argument becomes the rank.
-"""
+"""Runs ``xmoe`` as one rank of a test: writes its process id first and its exit code last into a folder."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ if __name__ == "__main__":
     folder = Path(os.environ["XMOE_TEST_FOLDER"])
     rank = os.environ["RANK"]
     (folder / f"pid_{rank}").write_text(str(os.getpid()))
-    sys.argv = [argument.replace("%RANK%", rank) for argument in sys.argv]
     try:
         main()
         code: object = 0

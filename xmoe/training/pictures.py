@@ -79,6 +79,7 @@ def draw_loss(lines: Sequence[dict[str, Any]], target: Path) -> Path | None:
             color=_VALIDATION,
             weight="bold",
         )
+    _mark_ablation(axes, lines)
     axes.set_xlim(0, steps[-1] * 1.06)
     for line in (line for line in lines if line["kind"] == "baseline"):
         for key, name in (("unigram", "H(byte)"), ("bigram", "H(byte | previous byte)")):
@@ -103,6 +104,22 @@ def draw_loss(lines: Sequence[dict[str, Any]], target: Path) -> Path | None:
     return _save(figure, target)
 
 
+def _mark_ablation(axes: Any, lines: Sequence[dict[str, Any]]) -> None:
+    """The validation loss with the routed experts' output zeroed, at the step where it was measured."""
+    for line in lines:
+        if line.get("metric") == "train.val_bits_without_routed_experts":
+            axes.plot(line["step"], line["value"], "o", markersize=5, color=_VALIDATION, fillstyle="none")
+            axes.annotate(
+                f"without routed experts {line['value']:.2f}",
+                (line["step"], line["value"]),
+                xytext=(-8, 0),
+                textcoords="offset points",
+                ha="right",
+                va="center",
+                color=_VALIDATION,
+            )
+
+
 def draw_expert_load(lines: Sequence[dict[str, Any]], target: Path) -> Path | None:
     """One heat map per MoE layer: each expert's load over the steps, in units of the mean load."""
     by_layer: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -111,12 +128,12 @@ def draw_expert_load(lines: Sequence[dict[str, Any]], target: Path) -> Path | No
             by_layer[line["layer"]].append(line)
     if not by_layer:
         return None
-    columns = 1 if len(by_layer) == 1 else 2
+    columns = 2 if len(by_layer) in (2, 4) else min(3, len(by_layer))
     rows = -(-len(by_layer) // columns)
     figure, axes = plt.subplots(
         rows,
         columns,
-        figsize=(5.2 * columns, 3.1 * rows),
+        figsize=(4.3 * columns + 1, 3.1 * rows + 0.5),
         squeeze=False,
         sharex=True,
         sharey=True,
@@ -138,8 +155,10 @@ def draw_expert_load(lines: Sequence[dict[str, Any]], target: Path) -> Path | No
         panel.set_visible(False)
     for panel in axes[:, 0]:
         panel.set_ylabel("expert")
-    for panel in axes[-1, :]:
-        panel.set_xlabel("optimizer step")
+    for column in axes.T:
+        lowest = [panel for panel in column if panel.get_visible()][-1]
+        lowest.set_xlabel("optimizer step")
+        lowest.tick_params(labelbottom=True)
     bar = figure.colorbar(image, ax=axes, extend="max", ticks=[0, 0.5, 1, 1.5, 2, 2.5], pad=0.02)
     bar.set_label("tokens, in units of the mean expert's")
     bar.outline.set_visible(False)

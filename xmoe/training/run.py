@@ -69,6 +69,7 @@ def run(request: RunRequest, stop: StopRequest) -> None:
     try:
         _run(request, stop)
     finally:
+        stop.ignore_further()
         # With a dead launcher its store is gone too, and tearing down may complain about that.
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
@@ -198,9 +199,16 @@ def _build_engine(config: TrainConfig, folder: Path) -> Any:
         seed=config.run.seed,
         deepspeed_checkpoint=activation_checkpoint,
     )
-    engine, *_ = initialize(
-        model=model, model_parameters=list(model.parameters()), config=_deepspeed_config(config, folder)
-    )
+    try:
+        engine, *_ = initialize(
+            model=model, model_parameters=list(model.parameters()), config=_deepspeed_config(config, folder)
+        )
+    except AssertionError as error:
+        # DeepSpeed's way of refusing its own settings, the same on every rank.
+        logger.debug("DeepSpeed refused its settings", exc_info=True)
+        raise ConfigError(
+            "--config", "the DeepSpeed settings", f"refused by DeepSpeed: {checkpoints.first_line(error)}"
+        ) from None
     return engine
 
 

@@ -38,6 +38,14 @@ class StopRequest:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number)
 
+    def ignore_further(self) -> None:
+        """Lets no later signal spoil the exit code of a rank whose work is done.
+
+        A handler would not do: Python takes its own handlers away before the process ends.
+        """
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
     @property
     def reason(self) -> str | None:
         """Why this rank should stop, or None."""
