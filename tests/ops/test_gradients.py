@@ -47,7 +47,7 @@ def test_top_k_weights_of_vanishing_scores_are_finite():
 def test_expert_mlp(activation, biases):
     counts, row_ids = [2, 0, 3], torch.tensor([3, 1, 0, 1, 2], dtype=torch.int32)
     width = {"up": (5, 3), "down": (3, 5)} | ({"gate": (5, 3)} if activation == "swiglu" else {})
-    shapes = {name: shape for name, shape in width.items()}
+    shapes = dict(width)
     if biases:
         shapes |= {f"{name}_bias": shape[:1] for name, shape in width.items()}
     flat = [rand(*shape) for shape in shapes.values() for _ in counts]
