@@ -1,0 +1,354 @@
+"""Flat dispatch over gloo ranks: payloads bit by bit, the whole layer against one process, and what hangs."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from xmoe.dispatch.flat import FlatDispatcher, _expert_major
+from xmoe.dispatch.local import LocalDispatcher
+from xmoe.experts import Experts
+from xmoe.layer import RoutedMLP
+from xmoe.permute import permute
+from xmoe.replay import fresh_decisions
+from xmoe.router import RouterSettings, TopKRouter
+from xmoe.testing import assert_close, dense_oracle, run_ranks
+from xmoe.types import Routing
+
+pytestmark = pytest.mark.dist
+
+HIDDEN = 8
+UNEVEN = [5, 6, 0, 13]
+
+
+def exchange(**options):
+    from xmoe.ops.collectives import Exchange
+
+    options = {"label": "blocks.3.moe", "timeout_s": 20.0} | options
+    return Exchange(group=dist.group.WORLD, **options)
+
+
+def test_expert_major_lists_ranks_within_experts():
+    assert _expert_major(torch.tensor([[1, 2], [3, 0]]), num_rows=6).tolist() == [0, 3, 4, 5, 1, 2]
+    counts = torch.randint(0, 4, (3, 5))
+    rows = iter(range(int(counts.sum())))
+    by_pair = {(w, e): [next(rows) for _ in range(int(counts[w, e]))] for w in range(3) for e in range(5)}
+    expected = [row for e in range(5) for w in range(3) for row in by_pair[w, e]]
+    assert _expert_major(counts, num_rows=int(counts.sum())).tolist() == expected
+    assert _expert_major(torch.zeros(2, 2, dtype=torch.int64), num_rows=0).tolist() == []
+
+
+# Dispatch alone: a row says which token of which rank it is, so that any misroute changes a number.
+
+
+def routing_of(tokens, num_experts, k, kind, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens, num_experts, generator=generator)
+    if kind == "rank 0":
+        scores[:, : max(k, 1)] += 1
+    ids = scores.argsort(dim=1, descending=True)[:, :k].int()
+    if kind == "dropped":
+        ids = ids.masked_fill(torch.rand(tokens, k, generator=generator) < 0.4, -1)
+    counts = torch.stack([(ids == e).sum() for e in range(num_experts)])
+    weights = torch.rand(tokens, k, generator=generator).masked_fill(ids < 0, 0.0).requires_grad_()
+    return Routing(
+        topk_ids_TK=ids,
+        topk_weights_TK=weights,
+        selected_per_expert_E=counts,
+        tokens_per_expert_E=counts,
+        aux_loss=torch.zeros(()),
+    )
+
+
+def send_codes(tokens_of_rank, num_experts, k, kind, guard):
+    """Checks one dispatch and its way back on this rank, against loops over all ranks' routings."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    routings = [routing_of(n, num_experts, k, kind, seed) for seed, n in enumerate(tokens_of_rank[:world])]
+    codes = [(1000.0 * w + torch.arange(len(r.topk_ids_TK)))[:, None].repeat(1, 3) for w, r in enumerate(routings)]
+    dispatcher = FlatDispatcher(exchange(self_row_guard=guard))
+    x, mine = codes[rank].clone().requires_grad_(), routings[rank]
+    buffer = permute(mine, decide=fresh_decisions())
+    plan = dispatcher.plan(buffer)
+    rows = dispatcher.dispatch(x, buffer, plan)
+
+    local = num_experts // world
+    wanted = [
+        (w, slot, e - rank * local)
+        for e in range(rank * local, rank * local + local)
+        for w, routing in enumerate(routings)
+        for slot, found in enumerate(routing.topk_ids_TK.flatten().tolist())
+        if found == e
+    ]  # by local expert, then by source rank, then by slot
+    assert plan.tokens_per_local_expert == [sum(e == i for _, _, e in wanted) for i in range(local)]
+    assert plan.recv_splits == [sum(w == i for w, _, _ in wanted) for i in range(world)]
+    assert plan.num_rows == int((mine.topk_ids_TK >= 0).sum())
+    assert dispatcher.rows_sent_away(plan) == plan.num_rows - plan.send_splits[rank]
+    expected = [codes[w][slot // k] for w, slot, _ in wanted]
+    assert torch.equal(rows.x_RD[plan.row_ids_M.long()], torch.stack(expected) if wanted else torch.empty(0, 3))
+    weights = [routings[w].topk_weights_TK.flatten()[slot] for w, slot, _ in wanted]
+    assert torch.equal(rows.weights_M, torch.stack(weights) if wanted else torch.empty(0))
+
+    out = dispatcher.combine(rows.x_RD, buffer, plan)
+    kept = (mine.topk_ids_TK >= 0).sum(1).float()
+    assert torch.equal(out, codes[rank] * kept[:, None])
+    (out.sum() + 5 * rows.weights_M.sum()).backward()
+    assert torch.equal(x.grad, kept[:, None].repeat(1, 3))
+    assert torch.equal(mine.topk_weights_TK.grad, 5.0 * (mine.topk_ids_TK >= 0))
+
+
+@pytest.mark.parametrize(
+    ("world", "per_rank", "k", "kind", "guard"),
+    [
+        (1, 4, 2, "random", False),
+        (1, 1, 1, "dropped", True),
+        (2, 1, 1, "random", False),
+        (2, 2, 4, "dropped", True),
+        (4, 1, 4, "random", False),
+        (4, 2, 3, "dropped", False),
+        (4, 4, 2, "random", False),
+        (4, 2, 2, "rank 0", False),
+        (4, 2, 2, "rank 0", True),  # public threads: Megatron-LM#1877, pytorch#146468
+    ],
+)
+def test_every_row_arrives_where_its_expert_is(world, per_rank, k, kind, guard):
+    run_ranks(world, send_codes, UNEVEN, world * per_rank, k, kind, guard)
+
+
+def test_no_rank_has_a_token():
+    run_ranks(2, send_codes, [0, 0], 4, 2, "random", True)
+
+
+# The whole layer against one process that sees all tokens
+
+
+class Tanh(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        return torch.tanh(self.fc(x))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(HIDDEN, 12, bias=False), nn.Linear(HIDDEN, 12, bias=False)
+        self.down_proj = nn.Linear(12, HIDDEN, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def fill(module, logical_id):
+    generator = torch.Generator().manual_seed(logical_id)
+    for parameter in module.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+
+
+def make_layer(num_experts, k, *, rank=0, world=1, expert=SwiGLU, dispatcher=None, **options):
+    settings = RouterSettings(top_k=k, **({"drop_tokens": False, "sample_second_expert": False} | options))
+    gate = TopKRouter(HIDDEN, num_experts, settings=settings)
+    local = num_experts // world
+    experts = Experts(expert(), local, first_id=rank * local, initialize=fill)
+    layer = RoutedMLP(gate, experts, dispatcher=dispatcher).double()
+    fill(gate, 99)
+    return layer
+
+
+def inputs_of(rank, tokens, kind="random"):
+    generator = torch.Generator().manual_seed(100 + rank)
+    x = torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64)
+    if kind == "rank 0":  # the first experts' router rows, enlarged: all tokens go to rank 0
+        gate = make_layer(8, 2).gate.wg.weight.detach()
+        x = x * 1e-3 + torch.linalg.pinv(gate) @ torch.tensor([3.0, 3, 0, 0, 0, 0, 0, 0], dtype=torch.float64)
+    upstream = torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64)
+    return x.requires_grad_(), upstream
+
+
+def train_layer(k, kind, expert, guard):
+    torch.use_deterministic_algorithms(True)  # public thread: torchtitan PR 1974
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layer = make_layer(8, k, rank=rank, world=world, expert=EXPERTS[expert])
+    layer.set_dispatcher(FlatDispatcher(exchange(self_row_guard=guard)))
+    found = []
+    for _ in range(2):
+        x, upstream = inputs_of(rank, UNEVEN[rank], kind)
+        layer.zero_grad()
+        y, aux, counts = layer(x)
+        ((y * upstream).sum() + aux).backward()
+        grads = {name: p.grad for name, p in layer.named_parameters()}
+        found.append((y.detach(), aux.detach(), counts, x.grad, grads))
+    for a, b in zip(found[0][:4], found[1][:4], strict=True):
+        assert torch.equal(a, b), "two runs differ"
+    assert all(torch.equal(g, found[1][4][name]) for name, g in found[0][4].items())
+    return found[0]
+
+
+EXPERTS = {"fused": SwiGLU, "loop": Tanh}
+
+
+@pytest.mark.parametrize(
+    ("world", "k", "kind", "expert", "guard"),
+    [
+        (1, 3, "random", "fused", False),
+        (2, 1, "random", "fused", False),
+        (2, 2, "random", "loop", True),
+        (4, 4, "random", "fused", False),
+        (4, 2, "rank 0", "fused", False),
+        (4, 2, "rank 0", "fused", True),
+        (4, 2, "rank 0", "loop", False),
+    ],
+)
+def test_layer_equals_one_process(world, k, kind, expert, guard):
+    # Public threads: DeepSpeed#6809, #6545, DeepEP#604.
+    ranks = run_ranks(world, train_layer, k, kind, expert, guard)
+    layer = make_layer(8, k, expert=EXPERTS[expert])
+    pairs = [inputs_of(rank, UNEVEN[rank], kind) for rank in range(world)]
+    outs, losses = [], []
+    for x, upstream in pairs:
+        routing = layer.gate(x)
+        y = dense_oracle(
+            x,
+            experts=list(layer.experts.modules_in_order()),
+            topk_ids_TK=routing.topk_ids_TK,
+            topk_weights_TK=routing.topk_weights_TK,
+        )
+        outs.append(y)
+        losses.append((y * upstream).sum() + routing.aux_loss)
+    sum(losses).backward()
+    for rank, (y, _, counts, grad_x, grads) in enumerate(ranks):
+        assert_close(y, outs[rank], what=f"output of rank {rank}")
+        assert_close(grad_x, pairs[rank][0].grad, what=f"input gradient of rank {rank}")
+        assert int(counts.sum()) == k * UNEVEN[rank]
+        for name, grad in grads.items():
+            if name.startswith("experts"):
+                _, _, local, rest = name.split(".", 3)
+                index = rank * (8 // world) + int(local)
+                reference = layer.experts.modules_in_order()[index].get_parameter(rest).grad
+                if kind == "rank 0" and rank > 0:
+                    assert bool((grad == 0).all()), f"{name} of rank {rank}: no row, so exactly no gradient"
+                else:
+                    assert_close(grad, reference, what=f"{name} of rank {rank}")
+    gate_grad = sum(grads["gate.wg.weight"] for *_, grads in ranks)
+    assert_close(gate_grad, layer.gate.wg.weight.grad, what="router gradient, summed over ranks")
+
+
+def train_with_drops(policy):
+    rank = dist.get_rank()
+    layer = make_layer(
+        8, 2, rank=rank, world=4, drop_tokens=True, drop_policy=policy, capacity_factor=0.5, min_capacity=1
+    )
+    layer.set_dispatcher(FlatDispatcher(exchange()))
+    x, upstream = inputs_of(rank, UNEVEN[rank])
+    y, aux, _ = layer(x)
+    ((y * upstream).sum() + aux).backward()
+    whole = make_layer(8, 2, drop_tokens=True, drop_policy=policy, capacity_factor=0.5, min_capacity=1)
+    x2, _ = inputs_of(rank, UNEVEN[rank])
+    y2, aux2, _ = whole(x2)
+    ((y2 * upstream).sum() + aux2).backward()
+    assert_close(y, y2)
+    assert_close(x.grad, x2.grad)
+    assert int(layer.counters.routed_E.sum()) <= int(layer.counters.selected_E.sum())
+    return int(layer.counters.routed_E.sum()), layer.counters.computed_rows, layer.counters.all_to_all_bytes
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_drops_and_counters(policy):
+    answers = run_ranks(4, train_with_drops, policy)
+    assert sum(routed for routed, _, _ in answers) == sum(computed for _, computed, _ in answers)
+    assert answers[2][2] == 0  # no token, no traffic of its own
+    assert sum(routed for routed, _, _ in answers) < 2 * sum(UNEVEN)
+
+
+# One count exchange, one sync, one order
+
+
+def record_collectives():
+    rank = dist.get_rank()
+    layers = [make_layer(8, 2, rank=rank, world=4) for _ in range(2)]
+    for index, layer in enumerate(layers):
+        layer.set_dispatcher(FlatDispatcher(exchange(label=f"layer{index}")))
+    calls, syncs = [], []
+    all_to_all, tolist = dist.all_to_all_single, torch.Tensor.tolist
+
+    def recorded(output, input, *splits, **options):
+        calls.append((str(input.dtype), tuple(input.shape[1:]), bool(splits)))
+        return all_to_all(output, input, *splits, **options)
+
+    dist.all_to_all_single = recorded
+    torch.Tensor.tolist = lambda self: (syncs.append(self.shape), tolist(self))[1]
+    for name in ("item", "__int__", "__bool__", "__float__", "nonzero", "cpu", "numpy"):
+        setattr(torch.Tensor, name, lambda self, name=name: syncs.append(name))
+    x, _ = inputs_of(rank, UNEVEN[rank])
+    y, first, _ = layers[0](x)
+    y, second, _ = layers[1](y)
+    forward = len(calls)
+    (y.sum() + first + second).backward()
+    return calls, forward, len(syncs)
+
+
+def test_one_count_exchange_one_sync_and_one_order_of_collectives():
+    # Public thread: Megatron-LM#5749.
+    answers = run_ranks(4, record_collectives)
+    calls, forward, syncs = answers[0]
+    assert all(answer == answers[0] for answer in answers)
+    assert syncs == 2  # one for each layer
+    assert forward == 2 * 4
+    assert sum(dtype == "torch.int64" for dtype, _, _ in calls) == 2
+    assert len(calls) == forward + 2 * 3
+
+
+# A rank that does not come
+
+
+def skip_on(missing, where):
+    rank = dist.get_rank()
+    layer = make_layer(8, 2, rank=rank, world=dist.get_world_size())
+    layer.set_dispatcher(FlatDispatcher(exchange(timeout_s=3.0)))
+    x, _ = inputs_of(rank, 5)
+    started = time.monotonic()
+    if where == "layer":
+        if rank == missing:
+            time.sleep(4.5)
+            return None
+        layer.eval()(x)
+    else:
+        y, _, _ = layer(x)
+        if rank == missing:
+            time.sleep(4.5)
+            return None
+        y.sum().backward()
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize(("where", "operation"), [("layer", "exchange of counts"), ("backward", "combine of rows")])
+def test_a_rank_that_skips_a_layer_is_reported_by_the_others(where, operation):
+    # Public threads: DeepSpeed#5794, deepspeed-course PR 28 (evaluation on one rank only).
+    started = time.monotonic()
+    answers = run_ranks(2, skip_on, 1, where, return_exceptions=True, timeout_s=15.0)
+    assert time.monotonic() - started < 14
+    assert isinstance(answers[0], RuntimeError)
+    message = str(answers[0])
+    assert f"blocks.3.moe: {operation}" in message
+    assert "rank 0 has waited 3 s" in message
+    assert "did not reach" in message
+
+
+def evaluate(batches):
+    rank = dist.get_rank()
+    layer = make_layer(8, 2, rank=rank, world=2).eval()
+    layer.set_dispatcher(FlatDispatcher(exchange()))
+    plain = make_layer(8, 2).eval()
+    plain.set_dispatcher(LocalDispatcher())
+    with torch.no_grad():
+        for index in range(max(batches)):
+            x, _ = inputs_of(rank + 10 * index, 4 if index < batches[rank] else 0)
+            assert_close(layer(x)[0], plain(x)[0])
+    return layer.counters.computed_rows
+
+
+def test_evaluation_with_unequal_batches_and_without_gradients():
+    assert run_ranks(2, evaluate, [3, 1]) == [0, 0]
