@@ -17,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 _PLAIN_LINES = 40
 """About how many lines of steps a run prints where there is no terminal."""
@@ -126,7 +127,7 @@ class Display:
         grid = Table.grid(padding=(0, 2), expand=True)
         half = (len(cells) + 1) // 2
         for left, right in zip(cells[:half], [*cells[half:], ("", "")], strict=False):
-            grid.add_row(f"[dim]{left[0]}", left[1], f"[dim]{right[0]}", right[1])
+            grid.add_row(Text(left[0], "dim"), left[1], Text(right[0], "dim"), right[1])
         panel = Table.grid(expand=True)
         panel.add_row(self._progress)
         panel.add_row(grid)

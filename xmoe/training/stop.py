@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -22,6 +23,10 @@ class StopRequest:
     def __init__(self, *, launcher_pid: int | None = None) -> None:
         self._signal: signal.Signals | None = None
         self._launcher_pid = launcher_pid
+        # The deepspeed command is two processes: the ranks' parent, and above it the one that users and batch
+        # systems see and signal, which dies alone.
+        two_levels = launcher_pid is not None and b"deepspeed.launcher" in _command_line(launcher_pid)
+        self._runner_pid = _parent_of(launcher_pid) if launcher_pid is not None and two_levels else None
 
     @classmethod
     def install(cls, environ: Mapping[str, str]) -> StopRequest:
@@ -51,6 +56,27 @@ class StopRequest:
         """Why this rank should stop, or None."""
         if self._signal is not None:
             return f"received {self._signal.name}"
-        if self._launcher_pid is not None and os.getppid() != self._launcher_pid:
+        if self._launcher_pid is None:
+            return None
+        if os.getppid() != self._launcher_pid:
             return f"the launcher (process {self._launcher_pid}) is gone"
+        if self._runner_pid is not None and _parent_of(self._launcher_pid) != self._runner_pid:
+            return f"the deepspeed command (process {self._runner_pid}) is gone"
+        return None
+
+
+def _command_line(pid: int) -> bytes:
+    """Arguments of a process, separated by zero bytes; empty where /proc does not tell."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _parent_of(pid: int) -> int | None:
+    """Parent of a process, None where /proc does not tell."""
+    try:
+        # "pid (name) state ppid ...", and the name may hold spaces and brackets.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
         return None
