@@ -244,8 +244,10 @@ class TopKRouter(nn.Module):
         the loss is 0 and stays connected to the graph.
         """
         settings = self.settings
-        counted_T = scores_TE.new_ones(scores_TE.shape[0])
-        if used_T is not None and not settings.strict_compat:
+        num_tokens = scores_TE.shape[0]
+        if used_T is None or settings.strict_compat:
+            counted_T = scores_TE.new_ones(()).expand(num_tokens)
+        else:
             counted_T = used_T.to(scores_TE.dtype)
         num_counted = counted_T.sum().clamp(min=1)
         shares_TE = scores_TE

@@ -38,29 +38,35 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return _RouterLogits.apply(x_TD, weight_ED)
 
 
+def _raw_and_divisor(scores_TE: Tensor, ids_TK: Tensor, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Scores of the selected experts, 0 where the id is -1, and what they are divided by, ``[T, 1]``."""
+    raw_TK = scores_TE.gather(1, ids_TK.clamp(min=0).long()).masked_fill_(ids_TK < 0, 0.0)
+    total_T1 = raw_TK.sum(dim=1, keepdim=True)
+    return raw_TK, total_T1.clamp(min=torch.finfo(raw_TK.dtype).eps) if normalize else torch.ones_like(total_T1)
+
+
 class _TopKWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores_TE: Tensor, ids_TK: Tensor, normalize: bool, scale: float) -> Tensor:
-        raw_TK = scores_TE.gather(1, ids_TK.clamp(min=0).long()).masked_fill_(ids_TK < 0, 0.0)
-        total_T1 = raw_TK.sum(dim=1, keepdim=True)
-        floor = torch.finfo(raw_TK.dtype).eps
-        denominator_T1 = total_T1.clamp(min=floor) if normalize else torch.ones_like(total_T1)
-        weights_TK = raw_TK.div_(denominator_T1).mul_(scale)
-        ctx.save_for_backward(ids_TK, weights_TK, denominator_T1)
-        ctx.num_experts, ctx.normalize, ctx.scale, ctx.floor = scores_TE.shape[1], normalize, scale, floor
-        return weights_TK
+        raw_TK, divisor_T1 = _raw_and_divisor(scores_TE, ids_TK, normalize=normalize)
+        # The scores are kept by the softmax (or sigmoid) already; ids are small numbers.
+        kept_ids_TK = ids_TK.to(torch.int16) if scores_TE.shape[1] < 2**15 else ids_TK
+        ctx.save_for_backward(scores_TE, kept_ids_TK)
+        ctx.normalize, ctx.scale = normalize, scale
+        return raw_TK.div_(divisor_T1).mul_(scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor | None, ...]:
-        ids_TK, weights_TK, denominator_T1 = ctx.saved_tensors
-        grad_raw_TK = grad_TK * (ctx.scale / denominator_T1)
+        scores_TE, ids_TK = ctx.saved_tensors
+        raw_TK, divisor_T1 = _raw_and_divisor(scores_TE, ids_TK, normalize=ctx.normalize)
+        grad_raw_TK = grad_TK * (ctx.scale / divisor_T1)
         if ctx.normalize:
             # Where the sum was clamped it is a constant and has no gradient.
-            shared_T1 = (grad_TK * weights_TK).sum(dim=1, keepdim=True) / denominator_T1
-            grad_raw_TK -= shared_T1.masked_fill_(denominator_T1 <= ctx.floor, 0.0)
+            shared_T1 = (grad_raw_TK * raw_TK).sum(dim=1, keepdim=True) / divisor_T1
+            grad_raw_TK -= shared_T1.masked_fill_(divisor_T1 <= torch.finfo(divisor_T1.dtype).eps, 0.0)
         grad_raw_TK.masked_fill_(ids_TK < 0, 0.0)
-        grad_TE = grad_TK.new_zeros((ids_TK.shape[0], ctx.num_experts))
+        grad_TE = torch.zeros_like(scores_TE)
         # A token's ids differ, but for -1 (clamped to 0, adding 0): the sum has at most one term, so any order.
         grad_TE.scatter_add_(1, ids_TK.clamp(min=0).long(), grad_raw_TK)
         return grad_TE, None, None, None
