@@ -4,6 +4,8 @@ moe.py         ``MoE``, around ``xmoe.layer.RoutedMLP``
 engine.py      ``initialize``, ``init_distributed``
 checks.py      what must hold before the first collective
 gradients.py   gradient norm and clipping where DeepSpeed's leave experts out
+checkpoints.py optimizer states that do not fit are refused, not loaded as they lie
+replace.py     ``replace_moe_layers``, for live models
 """
 
 from __future__ import annotations
@@ -14,4 +16,4 @@ from .checks import moe_param_groups as moe_param_groups
 from .engine import init_distributed as init_distributed
 from .engine import initialize as initialize
 from .moe import MoE as MoE
-from .moe import replace_moe_layers as replace_moe_layers
+from .replace import replace_moe_layers as replace_moe_layers

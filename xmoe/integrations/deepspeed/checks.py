@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from os import PathLike
 from typing import Any
 
 import deepspeed
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 from packaging.version import Version
 from torch import nn
-from torch.optim import Optimizer
 
 from ...config import ConfigError, read_json
 from .moe import MoE
@@ -23,6 +23,7 @@ from .moe import MoE
 logger = logging.getLogger(__name__)
 
 _SUPPORTED = (Version("0.19.8"), Version("0.20"))
+_EXPERTS = ".deepspeed_moe.experts.deepspeed_experts."
 _warned_of_version = False
 
 
@@ -41,23 +42,31 @@ def config_as_dict(config: Any, args: Any) -> dict[str, Any]:
         config = getattr(args, "deepspeed_config", None)
     if config is None:
         raise ConfigError("config", None, "give xmoe.initialize the DeepSpeed config, as a dict or a file's path")
-    return copy.deepcopy(dict(config)) if isinstance(config, Mapping) else read_json(config)
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config))
+    if not isinstance(config, (str, PathLike)):
+        raise ConfigError("config", config, "must be the DeepSpeed config as a dict, or a file's path")
+    return read_json(config)  # type: ignore[arg-type]
 
 
-def check_model(model: nn.Module, config: Mapping[str, Any], *, model_parallel_size: int) -> None:
-    """ZeRO stage, expert-parallel sizes and parameter names. Raises ValueError."""
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
-    if not layers:
-        return
+def zero_stage(config: Mapping[str, Any]) -> int:
+    """ZeRO stage of a DeepSpeed config, 0 where it has none. Raises ConfigError for what xmoe.MoE cannot train at."""
     zero = config.get("zero_optimization", {})
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
-    if stage not in (0, 1, 2):
+    if not isinstance(zero, Mapping):
+        raise ConfigError("zero_optimization", zero, 'must be a JSON object, like {"stage": 2}')
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2) or isinstance(stage, bool):
         raise ConfigError(
             "zero_optimization.stage",
             stage,
             "xmoe.MoE trains at stage 0, 1 or 2: use 2 (with offload_optimizer, if memory is short); for stage 3 "
             "use DeepSpeed's AutoEP layers instead of xmoe.MoE",
         )
+    return int(stage)
+
+
+def check_model(layers: list[tuple[str, MoE]]) -> None:
+    """Expert-parallel sizes against the world, and names that DeepSpeed's checkpoints would lose. Raises ValueError."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     for name, layer in layers:
         if world % layer.ep_size:
@@ -65,19 +74,22 @@ def check_model(model: nn.Module, config: Mapping[str, Any], *, model_parallel_s
                 f"ep_size ({layer.ep_size}) of layer '{name}' must divide the number of ranks ({world}): start "
                 f"another number of ranks, or construct the layer with an ep_size that divides {world}"
             )
-        if model_parallel_size > 1 and not layer.deepspeed_moe.gate.settings.drop_tokens:
-            logger.debug("layer %s is dropless under model parallelism %d", name, model_parallel_size)
+        for key in layer.state_dict():
+            path = f"{name}.{key}"
+            if "expert" in path and "moe.gate.wg.weight" not in path and _EXPERTS not in path:
+                raise ValueError(
+                    f"'{path}' is no routed expert, but DeepSpeed's checkpoints drop every name inside an MoE layer "
+                    "with 'expert' in it: rename the module or the attribute that holds it"
+                )
 
 
-def check_optimizer(model: nn.Module, optimizer: Optimizer | None, *, zero_stage: int) -> None:
+def check_optimizer(model: nn.Module, groups: Iterable[Mapping[str, Any]], *, zero_stage: int) -> None:
     """Every trainable expert parameter stands in exactly one group; under ZeRO in one of experts only.
 
     A parameter no optimizer holds would silently never train. Raises ValueError.
     """
-    if optimizer is None:
-        return
-    places: dict[int, list[dict[str, Any]]] = {}
-    for group in optimizer.param_groups:
+    places: dict[int, list[Mapping[str, Any]]] = {}
+    for group in groups:
         for parameter in group["params"]:
             places.setdefault(id(parameter), []).append(group)
     missing, mixed = [], []
@@ -102,6 +114,25 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer | None, *, zero_stage
         )
 
 
+def check_model_parameters(model: nn.Module, parameters: list[Any]) -> None:
+    """``model_parameters``, from which DeepSpeed builds the optimizer, hold every expert. Raises ValueError."""
+    if parameters and isinstance(parameters[0], Mapping):
+        _check_names(parameters)
+        groups = parameters
+    else:
+        groups = [{"params": parameters}]
+    check_optimizer(model, [{**group, "params": list(group["params"])} for group in groups], zero_stage=0)
+
+
+def _check_names(groups: list[dict[str, Any]]) -> None:
+    for index, group in enumerate(groups):
+        if "name" not in group:
+            raise ValueError(
+                f"parameter group {index} has no 'name': DeepSpeed tells groups of experts apart by it; "
+                f"add 'name': 'group{index}' (any text) to the group"
+            )
+
+
 def moe_param_groups(
     source: nn.Module | list[dict[str, Any]], *, unique_names: bool = False, **options: Any
 ) -> list[dict[str, Any]]:
@@ -115,12 +146,7 @@ def moe_param_groups(
     """
     if isinstance(source, nn.Module):
         source = [{"params": [p for p in source.parameters() if p.requires_grad], "name": "dense"}]
-    for index, group in enumerate(source):
-        if "name" not in group:
-            raise ValueError(
-                f"parameter group {index} has no 'name': DeepSpeed tells groups of experts apart by it; "
-                f"add 'name': 'group{index}' (any text) to the group"
-            )
+    _check_names(source)
     named = [{**options, **group, "params": list(group["params"]), "unique_name": group["name"]} for group in source]
     split: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(named)
     split = [group for group in split if group["params"]]

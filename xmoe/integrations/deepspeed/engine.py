@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import sys
@@ -11,12 +12,21 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from torch import nn
 
 from ...config import XMoEConfig, parse_section
 from ...groups import raise_together, same_everywhere
 from ...metrics import routed_layers
-from .checks import check_model, check_optimizer, config_as_dict, warn_of_version
+from .checkpoints import guard_checkpoints
+from .checks import (
+    check_model,
+    check_model_parameters,
+    check_optimizer,
+    config_as_dict,
+    warn_of_version,
+    zero_stage,
+)
 from .gradients import mend_gradient_norm
 from .moe import MoE
 
@@ -48,11 +58,15 @@ def initialize(
     model: nn.Module | None = None,
     optimizer: Any = None,
     model_parameters: Any = None,
-    *more: Any,
-    config: Any = None,
-    config_params: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
     mpu: Any = None,
-    **options: Any,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
     """Takes what ``deepspeed.initialize`` takes and returns what it returns: engine, optimizer, loader, scheduler.
 
@@ -60,7 +74,8 @@ def initialize(
     the returned engine so that
 
     - the gradient norm and clipping count every expert once, at every ZeRO stage, in fp32 and bf16;
-    - the auxiliary-loss-free bias of each layer moves once per applied optimizer step.
+    - the auxiliary-loss-free bias of each layer moves once per applied optimizer step;
+    - a checkpoint whose optimizer states do not fit is refused before anything of it is loaded.
 
     Raises, on every rank alike and before training's collectives: ConfigError for a wrong setting, ValueError for
     a model or an optimizer that does not fit. ZeRO 3 is refused.
@@ -70,59 +85,97 @@ def initialize(
     content: dict[str, Any] = {}
     error: Exception | None = None
     try:
-        if model is None:
-            raise ValueError("xmoe.initialize needs a model")
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model ({_kind(model)}) must be a torch.nn.Module")
+        if optimizer is None:
+            model_parameters = _all_parameters(model, model_parameters)
         content = config_as_dict(config if config is not None else config_params, args)
-        settings = parse_section("xmoe", XMoEConfig, content.get("xmoe"))
-        for name, layer in _moe_layers(model):
-            layer.configure(settings, name=name)
-        stage = content.get("zero_optimization", {}).get("stage", 0)
-        model_parallel_size = mpu.get_model_parallel_world_size() if mpu is not None else 1
-        check_model(model, content, model_parallel_size=model_parallel_size)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            check_optimizer(model, optimizer, zero_stage=stage)
-    except (ValueError, AttributeError) as found:
+        _configure(model, content, optimizer, model_parameters)
+    except Exception as found:  # of whatever kind: the other ranks wait for this one
         error = found
     raise_together(error)
     assert model is not None
     same_everywhere(content, "the DeepSpeed config")
+    same_everywhere([(n, m.num_experts, m.ep_size) for n, m in _moe_layers(model)], "the model's MoE layers")
     engine, *rest = deepspeed.initialize(
-        args, model, optimizer, model_parameters, *more, config=content, mpu=mpu, **options
+        args=_without_config(args),
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        distributed_port=distributed_port,
+        mpu=mpu,
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        config=content,
+        mesh_param=mesh_param,
     )
-    error = None
-    try:
-        check_optimizer(engine.module, _inner_optimizer(engine), zero_stage=0)
-    except ValueError as found:
-        error = found
-    raise_together(error)
     mend_gradient_norm(engine)
+    guard_checkpoints(engine)
     _move_bias_with_steps(engine)
     return engine, *rest
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else type(value).__name__
+
+
+def _all_parameters(model: nn.Module, given: Any) -> list[Any]:
+    """What DeepSpeed shall optimize, in a list of its own: it refuses iterators, and None, for models with experts."""
+    return [p for p in model.parameters() if p.requires_grad] if given is None else list(given)
+
+
+def _configure(model: nn.Module, content: dict[str, Any], optimizer: Any, model_parameters: Any) -> None:
+    settings = parse_section("xmoe", XMoEConfig, content.get("xmoe"))
+    layers = _moe_layers(model)
+    for name, layer in layers:
+        layer.configure(settings, name=name)
+    if not layers:
+        return
+    stage = zero_stage(content)
+    check_model(layers)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        check_optimizer(model, optimizer.param_groups, zero_stage=stage)
+    elif optimizer is None:
+        check_model_parameters(model, model_parameters)
+
+
+def _without_config(args: Any) -> Any:
+    """``args`` for DeepSpeed, which refuses a config in two places and has ours by argument."""
+    if getattr(args, "deepspeed_config", None) is None:
+        return args
+    args = copy.copy(args)
+    args.deepspeed_config = None
+    return args
 
 
 def _moe_layers(model: nn.Module) -> list[tuple[str, MoE]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
 
 
-def _inner_optimizer(engine: Any) -> Any:
-    """The optimizer whose groups hold the model's own parameters, or None where ZeRO or a master copy hides them."""
-    optimizer = engine.optimizer
-    return optimizer if isinstance(optimizer, torch.optim.Optimizer) and not engine.zero_optimization() else None
-
-
 def _move_bias_with_steps(engine: Any) -> None:
     """After each applied step moves every correction bias by the counts of all ranks; drops a skipped step's."""
     take_model_step = engine._take_model_step
+    for _, layer in routed_layers(engine.module):
+        if layer.gate.correction_bias is not None:
+            # data_types.buffer_dtype casts every buffer; a step of 1e-3 would be lost in bfloat16.
+            layer.gate.correction_bias.data = layer.gate.correction_bias.data.float()
 
     def and_move_bias(lr_kwargs: Any) -> None:
         take_model_step(lr_kwargs)
         gates = [layer.gate for _, layer in routed_layers(engine.module) if layer.gate.correction_bias is not None]
         if gates and engine.was_step_applied():
             counts = torch.cat([gate.step_counts for gate in gates])
-            dist.all_reduce(counts)  # all layers at once
+            dist.all_reduce(counts, group=_ranks_of_other_tokens(engine))  # all layers at once
             for gate, total in zip(gates, counts.split([gate.num_experts for gate in gates]), strict=True):
                 gate.update_correction_bias(total)
         for gate in gates:
             gate.step_counts.zero_()
 
     engine._take_model_step = and_move_bias
+
+
+def _ranks_of_other_tokens(engine: Any) -> Any:
+    """The ranks that hold the same layers and train other tokens: neither pipeline stages nor tensor-parallel ranks."""
+    return engine.mpu.get_data_parallel_group() if engine.pipeline_parallelism else engine.seq_data_parallel_group

@@ -55,7 +55,7 @@ def mend_gradient_norm(engine: Any) -> None:
     """Makes ``engine.get_global_grad_norm()`` and gradient clipping true at ZeRO 0, by rebinding methods."""
     if engine.zero_optimization() or not engine.has_moe_layers:
         return
-    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer) and not engine.optimizer.fused_lamb_legacy:
         _mend_unfused(engine.optimizer, engine.mpu)
     elif not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         _mend_fp32(engine)
@@ -90,7 +90,8 @@ def _mend_unfused(optimizer: Any, mpu: Any) -> None:
             for model_group, master_group in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
             for model_parameter, master in zip(model_group, master_group, strict=True)
         )
-        optimizer._global_grad_norm = true_gradient_norm(marked, mpu=mpu)
-        return unscale_and_clip(optimizer._global_grad_norm, apply_scale)
+        scaled_norm = true_gradient_norm(marked, mpu=mpu)
+        optimizer._global_grad_norm = scaled_norm / optimizer.loss_scale_config.cur_scale
+        return unscale_and_clip(scaled_norm, apply_scale)
 
     optimizer.unscale_and_clip_grads = with_true_norm

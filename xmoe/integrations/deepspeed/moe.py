@@ -6,7 +6,9 @@ behaviour: DeepSpeed's constructors and forwards are not run.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -15,11 +17,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe import experts as native_experts
 from deepspeed.moe import layer as native_layer
 from deepspeed.moe import sharded_moe as native_moe
+from deepspeed.utils import groups
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from deepspeed.utils.timer import SynchronizedWallClockTimer
 from torch import Tensor, nn
 
 from ... import experts as core_experts
-from ...config import ConfigError, XMoEConfig
+from ...config import ConfigError, XMoEConfig, parse_section
 from ...dispatch.flat import FlatDispatcher
 from ...dispatch.local import LocalDispatcher
 from ...groups import warm_up
@@ -30,14 +34,35 @@ from ...router import RouterSettings, TopKRouter
 _JITTER_EPSILON = 1e-2  # of DeepSpeed's noisy_gate_policy 'Jitter'
 
 
+def _setting(name: str) -> Any:
+    """A native gate's attribute, read from and written to the router's settings: schedules assign to them."""
+
+    def read(gate: TopKRouter) -> Any:
+        return getattr(gate.settings, name)
+
+    def write(gate: TopKRouter, value: Any) -> None:
+        gate.configure(replace(gate.settings, **{name: value}))
+
+    return property(read, write)
+
+
 class TopKGate(TopKRouter, native_moe.TopKGate):
     """xmoe's router in the place of DeepSpeed's gate: ``wg``, ``k`` and the timers the engine reads."""
+
+    k = _setting("top_k")
+    capacity_factor = _setting("capacity_factor")
+    eval_capacity_factor = _setting("eval_capacity_factor")
+    min_capacity = _setting("min_capacity")
+    drop_tokens = _setting("drop_tokens")
+    use_rts = _setting("random_token_selection")
+    top2_2nd_expert_sampling = _setting("sample_second_expert")
+    noisy_gate_policy: str | None
 
     def __init__(
         self, hidden_size: int, num_experts: int, *, settings: RouterSettings, correction_bias: bool = False
     ) -> None:
         TopKRouter.__init__(self, hidden_size, num_experts, settings=settings, correction_bias=correction_bias)
-        self.k = settings.top_k
+        self.noisy_gate_policy = None
         self.ep_group = None
         self.timers = SynchronizedWallClockTimer()
         self.wall_clock_breakdown = False
@@ -60,9 +85,18 @@ class Experts(core_experts.Experts, native_experts.Experts):
     ) -> None:
         core_experts.Experts.__init__(self, expert, num_local_experts, first_id=first_id, initialize=initialize)
         self.num_local_experts = num_local_experts
+        self.expert_group_name = expert_group_name
+        self._mark()
+
+    def _mark(self) -> None:
         for parameter in self.parameters():
             parameter.allreduce = False  # type: ignore[attr-defined]
-            parameter.group_name = expert_group_name  # type: ignore[attr-defined]
+            parameter.group_name = self.expert_group_name  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Copying a Parameter drops its attributes: without marks DeepSpeed would average different experts.
+        super().__setstate__(state)
+        self._mark()
 
 
 class MOELayer(RoutedMLP, native_moe.MOELayer):
@@ -87,6 +121,10 @@ class MOELayer(RoutedMLP, native_moe.MOELayer):
         self.use_tutel = False
         self.l_aux: Any = None
         self.exp_counts: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What the last forward left hangs on its graph, which can be neither copied nor pickled.
+        return {**self.__dict__, "l_aux": None, "exp_counts": None}
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Tensor:
         output, self.l_aux, self.exp_counts = RoutedMLP.forward(self, hidden_states, used_token)
@@ -149,8 +187,11 @@ class MoE(native_layer.MoE):
     ) -> None:
         given = {key: value for key, value in locals().items() if key in XMoEConfig.model_fields}
         self._given = {key: value for key, value in given.items() if value is not None}
+        parse_section("MoE", XMoEConfig, self._given)
         nn.Module.__init__(self)
-        _check_arguments(num_experts, ep_size, noisy_gate_policy, shared_gate=shared_gate, shared_mlp=shared_mlp)
+        _check_sizes(hidden_size=hidden_size, num_experts=num_experts, ep_size=ep_size, k=k)
+        _check_policy(noisy_gate_policy)
+        _check_shared(shared_mlp, shared_gate=shared_gate)
         if noisy_gate_policy == "Jitter":
             self._given.setdefault("input_jitter", _JITTER_EPSILON)
         self._routing: dict[str, Any] = {
@@ -163,6 +204,7 @@ class MoE(native_layer.MoE):
             "sample_second_expert": top2_2nd_expert_sampling,
             "noisy_logits": noisy_gate_policy == "RSample",
         }
+        _check_numbers(self._routing)
         self.layer_name = "MoE"
         self.use_residual = use_residual
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
@@ -171,20 +213,18 @@ class MoE(native_layer.MoE):
         self.num_experts = num_experts
         self.num_local_experts = num_experts // ep_size
         self._config = self._merged(XMoEConfig())
-        rank_in_group = dist.get_rank() % ep_size if expert_init is not None and dist.is_initialized() else 0
+        first_id = (dist.get_rank() % ep_size if dist.is_initialized() else 0) * self.num_local_experts
+        gate = TopKGate(hidden_size, num_experts, settings=self._settings(), correction_bias=correction_bias)
+        gate.noisy_gate_policy = noisy_gate_policy
+        self._initial = None if expert_init is None else _Initial.of(expert, expert_init, first_id)
         self.deepspeed_moe = MOELayer(
-            TopKGate(hidden_size, num_experts, settings=self._settings(), correction_bias=correction_bias),
-            Experts(
-                expert,
-                self.num_local_experts,
-                self.expert_group_name,
-                first_id=rank_in_group * self.num_local_experts,
-                initialize=expert_init,
-            ),
+            gate,
+            Experts(expert, self.num_local_experts, self.expert_group_name, first_id=first_id, initialize=expert_init),
             shared_mlp=shared_mlp,
             shared_gate=shared_gate,
         )
-        self._expert_init = expert_init
+        if self._initial is not None:
+            self._initial.note_versions(self.deepspeed_moe.experts)
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)
@@ -207,7 +247,6 @@ class MoE(native_layer.MoE):
 
     def _merged(self, config: XMoEConfig) -> XMoEConfig:
         merged = config.model_copy(update=self._given)
-        XMoEConfig.model_validate(merged.model_dump())
         if merged.dispatch == "local" and self.ep_size > 1:
             raise ConfigError(
                 "xmoe.dispatch", "local", f"needs ep_size 1, the layer has ep_size {self.ep_size}; use 'flat' or 'auto'"
@@ -222,6 +261,16 @@ class MoE(native_layer.MoE):
         """Called by the engine, on every rank and in module order: makes the groups, as DeepSpeed lays them out."""
         native_layer.MoE._create_process_groups(self, use_data_before_expert_parallel_)
         group, config = self.deepspeed_moe.ep_group, self._config
+        if self._initial is not None:
+            first_id = groups._get_expert_parallel_rank(self.expert_group_name) * self.num_local_experts
+            self._initial.move(self.deepspeed_moe.experts, first_id)
+            self._initial = None
+        tensor_parallel = 1 if groups.mpu is None else bwc_tensor_model_parallel_world_size(groups.mpu)
+        if tensor_parallel > 1 and not self.enable_expert_tensor_parallelism:
+            # Each tensor-parallel rank sends the same tokens, and DeepSpeed divides by the data-parallel size only.
+            for parameter in self.deepspeed_moe.experts.parameters():
+                if parameter.requires_grad:
+                    parameter.register_hook(lambda grad: grad / tensor_parallel)
         if self.ep_size == 1 and config.dispatch != "flat":
             self.deepspeed_moe.set_dispatcher(LocalDispatcher())
             return
@@ -233,65 +282,73 @@ class MoE(native_layer.MoE):
         self.deepspeed_moe.set_dispatcher(FlatDispatcher(exchange))
 
 
-def _check_arguments(
-    num_experts: object, ep_size: object, policy: object, *, shared_gate: bool, shared_mlp: nn.Module | None
-) -> None:
-    for name, value in (("num_experts", num_experts), ("ep_size", ep_size)):
+@dataclass
+class _Initial:
+    """How the experts were initialised, until the groups exist that say which experts these are.
+
+    The constructor can only guess the rank's place in its expert-parallel group: process groups may not exist yet,
+    and the layout is in a config not read yet.
+    """
+
+    template: nn.Module
+    initialize: Callable[[nn.Module, int], None]
+    first_id: int
+    random_state: Tensor
+    versions: list[int]
+
+    @staticmethod
+    def of(expert: nn.Module, initialize: Callable[[nn.Module, int], None], first_id: int) -> _Initial:
+        return _Initial(copy.deepcopy(expert), initialize, first_id, torch.get_rng_state(), [])
+
+    def note_versions(self, experts: nn.Module) -> None:
+        self.versions = [parameter._version for parameter in experts.parameters()]
+
+    def move(self, experts: core_experts.Experts, first_id: int) -> None:
+        """Gives ``experts`` the weights of the experts from ``first_id`` on, if those of others were given.
+
+        Weights written since (a checkpoint, the model's own initialisation) stand.
+        """
+        untouched = self.versions == [parameter._version for parameter in experts.parameters()]
+        if first_id == self.first_id or not untouched:
+            return
+        # In the constructor's dtype and place: a generator draws other numbers in bfloat16 or on a device.
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.random_state)
+            fresh = core_experts.Experts(
+                self.template, len(experts.modules_in_order()), first_id=first_id, initialize=self.initialize
+            )
+        with torch.no_grad():
+            for parameter, value in zip(experts.parameters(), fresh.parameters(), strict=True):
+                parameter.copy_(value)
+
+
+def _check_sizes(**sizes: object) -> None:
+    for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} ({value!r}) must be a positive integer")
-    assert isinstance(num_experts, int)
-    assert isinstance(ep_size, int)
-    if num_experts % ep_size:
+    num_experts, ep_size = sizes["num_experts"], sizes["ep_size"]
+    if num_experts % ep_size:  # type: ignore[operator]
         raise ValueError(f"num_experts ({num_experts}) must be a multiple of ep_size ({ep_size})")
+
+
+def _check_numbers(routing: dict[str, Any]) -> None:
+    for name in ("capacity_factor", "eval_capacity_factor", "min_capacity"):
+        value = routing[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{name} ({value!r}) must be a number")
+
+
+def _check_policy(policy: object) -> None:
     if policy not in (None, "None", "Jitter", "RSample"):
         raise ValueError(f"noisy_gate_policy ({policy!r}) must be None, 'None', 'Jitter' or 'RSample'")
+
+
+def _check_shared(shared_mlp: nn.Module | None, *, shared_gate: bool) -> None:
     if shared_gate and shared_mlp is None:
         raise ValueError("shared_gate=True needs a shared_mlp to gate")
-    for name, _ in shared_mlp.named_parameters() if shared_mlp is not None else ():
+    for name in shared_mlp.state_dict() if shared_mlp is not None else ():
         if "expert" in name:
             raise ValueError(
                 f"shared_mlp has a parameter named {name!r}: DeepSpeed's checkpoint code takes every name with "
                 "'expert' in it for a routed expert; rename it"
             )
-
-
-def replace_moe_layers(model: nn.Module, **settings: Any) -> int:
-    """Replaces every native ``deepspeed.moe.layer.MoE`` inside a live model by :class:`MoE`, in place.
-
-    The new layers take over the very parameters of the old ones, so an optimizer built before stays right; call it
-    before ``initialize``. ``settings`` are keyword-only settings of :class:`MoE`. Returns the number replaced.
-    """
-    replaced = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, native_layer.MoE) and not isinstance(child, MoE):
-                setattr(parent, name, _converted(child, settings))
-                replaced += 1
-    return replaced
-
-
-def _converted(native: native_layer.MoE, settings: dict[str, Any]) -> MoE:
-    gate, experts = native.deepspeed_moe.gate, native.deepspeed_moe.experts
-    layer = MoE(
-        gate.wg.in_features,
-        experts.deepspeed_experts[0],
-        native.num_experts,
-        native.ep_size,
-        gate.k,
-        gate.capacity_factor,
-        gate.eval_capacity_factor,
-        gate.min_capacity,
-        native.use_residual,
-        gate.noisy_gate_policy,
-        gate.drop_tokens,
-        gate.use_rts,
-        False,
-        native.enable_expert_tensor_parallelism,
-        gate.top2_2nd_expert_sampling,
-        **settings,
-    )
-    layer.deepspeed_moe.gate.wg = gate.wg
-    layer.deepspeed_moe.experts.deepspeed_experts = experts.deepspeed_experts
-    if native.use_residual:
-        layer.mlp, layer.coefficient = native.mlp, native.coefficient
-    return layer.train(native.training)
