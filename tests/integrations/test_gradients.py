@@ -1,0 +1,114 @@
+"""Gradients, norms and clipping against one process that computes the whole batch, at every layout and ZeRO stage.
+
+SGD throughout: Adam divides a wrong scale away.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime import engine as deepspeed_engine
+from ds_nets import (
+    PLAIN,
+    Net,
+    batch,
+    engine_of,
+    gather_whole,
+    init_distributed,
+    local_state,
+    reference_steps,
+    whole_state,
+)
+
+from xmoe.testing import assert_close, run_ranks
+
+pytestmark = pytest.mark.dist
+
+LR = 0.05
+STEPS = 3
+DATA_FIRST = "use_data_before_expert_parallelism"
+
+
+def tokens_of(rank, uneven):
+    return (5, 0, 9, 1)[rank] if uneven else 6
+
+
+def _train(ep_size, k, *, accumulation=1, uneven=False, dtype=torch.float32, **options):
+    """Norms of the steps, parameters after them, and the reference's."""
+    init_distributed()
+    whole = whole_state(k=k)
+    net = Net(ep_size=ep_size, k=k, **PLAIN)
+    net.load_state_dict(local_state(whole, net, data_first=options.get(DATA_FIRST, False)))
+    engine = engine_of(net, kind="SGD", lr=LR, accumulation=accumulation, bf16=dtype == torch.bfloat16, **options)
+    ranks = range(dist.get_world_size())
+    batches = [
+        [[batch(10 * step + part, r, tokens=tokens_of(r, uneven)) for r in ranks] for part in range(accumulation)]
+        for step in range(STEPS)
+    ]
+    norms = []
+    for step in range(STEPS):
+        for part in range(accumulation):
+            x, y = batches[step][part][dist.get_rank()]
+            engine.backward(engine(x.to(dtype), y.to(dtype)))
+            engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    expected, expected_norms = reference_steps(whole, batches, k=k, lr=LR, clip=engine.gradient_clipping())
+    return norms, gather_whole(net), expected_norms, expected
+
+
+def _check_fp32(cases):
+    for case in cases:
+        norms, found, expected_norms, expected = _train(**case)
+        assert norms == pytest.approx(expected_norms, rel=2e-5), case
+        for key in expected:
+            assert_close(found[key], expected[key], what=f"{case} {key}")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_and_norms_equal_the_single_process_reference(stage):
+    cases = [{"ep_size": ep_size, "k": 2, "stage": stage} for ep_size in (1, 2, 4)]
+    cases += [
+        {"ep_size": (1, 4), "k": 1, "stage": stage, "uneven": True},
+        {"ep_size": 2, "k": 3, "stage": stage, "uneven": True, "accumulation": 3},
+        {"ep_size": 2, "k": 2, "stage": stage, "clip": 0.5, "accumulation": 2},
+        {"ep_size": 4, "k": 2, "stage": stage, "clip": 0.1},
+    ]
+    run_ranks(4, _check_fp32, cases, timeout_s=100)
+
+
+def test_the_other_layout_of_groups_gives_the_same_gradients():
+    cases = [{"ep_size": 2, "k": 2, "stage": stage, DATA_FIRST: True} for stage in (0, 1)]
+    run_ranks(4, _check_fp32, cases)
+
+
+def _norm_of_this_model(cases):
+    """bf16: the norm the engine reports against the norm of the very gradients it holds, gathered; and the clipping."""
+    init_distributed()
+    for case in cases:
+        options = {**case}
+        if options.pop("fused", False):
+            # DeepSpeed takes its fused fp16 wrapper for FusedAdam alone, which needs a device to build.
+            deepspeed_engine.FusedAdam = torch.optim.SGD
+        whole = {key: v.bfloat16().float() for key, v in whole_state().items()}
+        net = Net(ep_size=options.pop("ep_size"), k=2, **PLAIN)
+        net.load_state_dict(local_state(whole, net))
+        engine = engine_of(net, kind="SGD", lr=LR, bf16=True, **options)
+        x, y = batch(0)
+        _, expected_norms = reference_steps(whole, [[[batch(0, r) for r in range(4)]]], k=2, lr=LR)
+        engine.backward(engine(x.bfloat16(), y.bfloat16()))
+        engine.step()
+        norm = float(engine.get_global_grad_norm())
+        assert norm == pytest.approx(expected_norms[0], rel=0.02), (case, type(engine.optimizer).__name__)
+        after = gather_whole(net)
+        moved = torch.stack([(after[key] - whole[key]).square().sum() for key in whole]).sum().sqrt() / LR
+        clip = options.get("clip", 0.0)
+        expected = min(clip, expected_norms[0]) if clip else expected_norms[0]
+        # bf16 parameters round each step away to 3 digits.
+        assert float(moved) == pytest.approx(expected, rel=0.2), (case, type(engine.optimizer).__name__)
+
+
+def test_bfloat16_norms_and_clipping_equal_the_reference():
+    fp32_sums = {"data_types": {"grad_accum_dtype": "fp32"}}
+    cases = [{"ep_size": e, "stage": s, "clip": c} for e in (2, 4) for s in (0, 1, 2) for c in (0.0, 20.0)]
+    cases += [{"ep_size": 2, "stage": 1, "clip": c, **fp32_sums} for c in (0.0, 20.0)]
+    cases += [{"ep_size": 2, "stage": 0, "clip": c, "fused": True} for c in (0.0, 20.0)]
+    run_ranks(4, _norm_of_this_model, cases, timeout_s=100)
