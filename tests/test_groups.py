@@ -1,0 +1,93 @@
+"""Agreement between ranks: one error for all, and communicators that are warm."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from xmoe.config import ConfigError
+from xmoe.groups import raise_together, same_everywhere, warm_up
+from xmoe.testing import run_ranks
+
+
+class Awkward(Exception):
+    """An exception that no other rank can build from its text."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+def fail_on(ranks, kind):
+    rank = dist.get_rank()
+    error = {
+        "config": ConfigError("data.paths", f"/of/rank{rank}", "must exist"),
+        "value": ValueError(f"wrong on {rank}"),
+        "awkward": Awkward("one", rank),
+        "os": FileNotFoundError(2, "No such file or directory", f"/of/rank{rank}"),
+    }[kind]
+    try:
+        raise_together(error if rank in ranks else None)
+    except Exception as caught:
+        dist.barrier()  # every rank is past the same collective
+        return type(caught).__name__, str(caught)
+    dist.barrier()
+    return None
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("ranks", "kind", "expected"),
+    [
+        ([], "value", None),
+        ([2], "value", ("ValueError", "wrong on 2")),
+        ([3, 1], "config", ("ConfigError", "data.paths is '/of/rank1': must exist")),
+        ([3], "awkward", ("RuntimeError", "Awkward: one and 3")),
+        ([0], "os", ("FileNotFoundError", "[Errno 2] No such file or directory: '/of/rank0'")),
+    ],
+)
+def test_an_error_on_some_ranks_is_raised_on_all(ranks, kind, expected):
+    assert run_ranks(4, fail_on, ranks, kind) == [expected] * 4
+
+
+def test_without_a_group_the_error_is_simply_raised():
+    raise_together(None)
+    with pytest.raises(KeyError):
+        raise_together(KeyError("x"))
+    same_everywhere(object(), "anything")
+
+
+def differ(values):
+    try:
+        same_everywhere(values[dist.get_rank()], "the number of layers")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.dist
+def test_a_difference_is_told_to_every_rank():
+    assert run_ranks(2, differ, [3, 3]) == [None, None]
+    (message, other) = run_ranks(2, differ, [3, 4])
+    assert message == other
+    assert "the number of layers differs" in message
+    assert "rank 0 has 3" in message
+    assert "rank 1 has 4" in message
+
+
+def warm_again():
+    calls = []
+    all_to_all = dist.all_to_all_single
+    dist.all_to_all_single = lambda *args, **options: (calls.append(1), all_to_all(*args, **options))[1]
+    for _ in range(2):
+        warm_up(dist.group.WORLD, torch.device("cpu"))
+    assert len(calls) == 1
+    for _ in range(5):  # a new group may live at the address of one that is gone
+        group = dist.new_group()
+        warm_up(group, torch.device("cpu"))
+        dist.destroy_process_group(group)
+        del group
+    return len(calls)
+
+
+@pytest.mark.dist
+def test_every_group_is_warmed_once():
+    assert run_ranks(2, warm_again) == [6, 6]
