@@ -133,6 +133,12 @@ def test_padding_mask_for_every_k(k, drop):
         assert torch.equal(router(x, other).topk_ids_TK, routing.topk_ids_TK)
 
 
+@pytest.mark.parametrize("entries", [1, 5, 7])
+def test_a_mask_of_another_size_is_refused(entries):
+    with pytest.raises(ValueError, match=f"used_token has {entries} entries for 6 tokens"):
+        make_router(top_k=2)(torch.randn(6, 16), torch.ones(entries))
+
+
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_masked_tokens_do_not_weigh_on_the_loss(k):
     router = make_router(top_k=k, z_loss_coefficient=0.3, dtype=torch.float64, **NO_NOISE)

@@ -138,7 +138,7 @@ class TopKRouter(nn.Module):
         ``decide`` runs the selection, or returns the recorded one (see ``xmoe.replay``).
         """
         with torch.autocast(x_TD.device.type, enabled=False):
-            return self._route(x_TD, self._mask(used_token_T), decide)
+            return self._route(x_TD, self._mask(used_token_T, x_TD.shape[0]), decide)
 
     def _route(self, x_TD: Tensor, used_T: Tensor | None, decide: Callable[[Callable[[], Any]], Any]) -> Routing:
         settings = self.settings
@@ -161,9 +161,11 @@ class TopKRouter(nn.Module):
             aux_loss=self._aux_loss(logits_TE, scores_TE, used_T, selection.balance_counts_E),
         )
 
-    def _mask(self, used_token_T: Tensor | None) -> Tensor | None:
+    def _mask(self, used_token_T: Tensor | None, num_tokens: int) -> Tensor | None:
         if used_token_T is None or (self.settings.strict_compat and self.settings.top_k > 1):
             return None
+        if used_token_T.numel() != num_tokens:
+            raise ValueError(f"used_token has {used_token_T.numel()} entries for {num_tokens} tokens")
         return used_token_T.reshape(-1) != 0
 
     def _draw(self, logits_TE: Tensor) -> _Noise:

@@ -301,6 +301,73 @@ def test_one_count_exchange_one_sync_and_one_order_of_collectives():
     assert len(calls) == forward + 2 * 3
 
 
+# Checkpointing over ranks: the recompute exchanges rows again, counts never
+
+
+def checkpointed(way):
+    from deepspeed import checkpointing
+    from torch.utils.checkpoint import checkpoint
+
+    ways = {
+        "plain": lambda function, x: function(x),
+        "torch reentrant": lambda function, x: checkpoint(function, x, use_reentrant=True),
+        "torch non-reentrant": lambda function, x: checkpoint(function, x, use_reentrant=False),
+        "DeepSpeed": checkpointing.checkpoint,
+        "DeepSpeed non-reentrant": checkpointing.non_reentrant_checkpoint,
+    }
+    rank = dist.get_rank()
+    noise = {"sample_second_expert": True, "drop_tokens": True, "capacity_factor": 0.6, "min_capacity": 1}
+    layer = make_layer(8, 2, rank=rank, world=4, input_jitter=0.2, **noise)
+    layer.set_dispatcher(FlatDispatcher(exchange()))
+    counted = []
+    all_to_all = dist.all_to_all_single
+
+    def recorded(output, input, *splits, **options):
+        counted.append(input.dtype == torch.int64)
+        return all_to_all(output, input, *splits, **options)
+
+    dist.all_to_all_single = recorded
+    torch.manual_seed(rank)
+    xs, losses = [], []
+    for index, tokens in enumerate((UNEVEN[rank], UNEVEN[-1 - rank])):
+        x, upstream = inputs_of(rank + 10 * index, tokens)
+        y, aux, _ = ways[way](lambda x: layer(torch.tanh(x)), x)
+        xs.append(x)
+        losses.append((y * upstream).sum() + aux)
+    for loss in reversed(losses):
+        loss.backward()
+    assert sum(counted) == 2
+    assert int(layer.gate.step_counts.sum()) == 2 * sum(len(x) for x in xs)
+    return [x.grad for x in xs], [p.grad for p in layer.parameters()]
+
+
+def test_checkpointing_over_ranks():
+    expected = run_ranks(4, checkpointed, "plain")
+    for way in ("torch reentrant", "torch non-reentrant", "DeepSpeed", "DeepSpeed non-reentrant"):
+        for (grads, weights), (other, other_weights) in zip(run_ranks(4, checkpointed, way), expected, strict=True):
+            for a, b in zip(grads + weights, other + other_weights, strict=True):
+                assert_close(a, b)
+
+
+def autocasted():
+    rank = dist.get_rank()
+    layer = make_layer(8, 2, rank=rank, world=2).float()
+    layer.set_dispatcher(FlatDispatcher(exchange()))
+    whole = make_layer(8, 2).float()
+    x = inputs_of(rank, 6 * rank)[0].detach().float()  # rank 0 has none
+    with torch.autocast("cpu", torch.bfloat16):
+        y, aux, _ = layer(x)
+        y2, aux2, _ = whole(x)
+    (y.float().sum() + aux).backward()
+    assert y.dtype == y2.dtype
+    assert_close(y, y2, dtype=torch.bfloat16)
+    assert torch.equal(aux, aux2)
+
+
+def test_autocast_over_ranks():
+    run_ranks(2, autocasted)
+
+
 # A rank that does not come
 
 

@@ -1,0 +1,107 @@
+"""Uneven exchanges over gloo, their gradients, and what a collective that does not end says."""
+
+import logging
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from xmoe.ops import collectives
+from xmoe.ops.collectives import Exchange, all_to_all, exchange_counts, exchange_rows
+from xmoe.testing import run_ranks
+
+SENDS = {  # rows from rank (line) to rank (column)
+    "uneven": [[1, 2, 0], [0, 3, 1], [2, 0, 0]],
+    "one sends nothing": [[1, 2, 1], [0, 0, 0], [2, 0, 1]],
+    "one receives nothing": [[1, 0, 1], [2, 0, 2], [0, 0, 1]],
+    "only one sends": [[0, 0, 0], [4, 0, 3], [0, 0, 0]],
+    "nobody sends": [[0, 0, 0], [0, 0, 0], [0, 0, 0]],
+}
+
+
+def make_exchange(*, guard=False, timeout_s=20.0):
+    return Exchange(group=dist.group.WORLD, label="layer 1: rows", timeout_s=timeout_s, self_row_guard=guard)
+
+
+def exchange_codes(sends, guard, dtype):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    to_me = [line[rank] for line in sends]
+    exchange = make_exchange(guard=guard)
+    counts = exchange_counts(torch.tensor(sends[rank]), exchange)
+    assert counts.tolist() == to_me
+
+    def codes(source, target, n):
+        return (torch.arange(n) + 100 * source + 10 * target)[:, None].expand(n, 2).to(dtype)
+
+    empty = torch.empty(0, 2, dtype=dtype)
+    rows = torch.cat([empty, *[codes(rank, w, sends[rank][w]) for w in range(world)]]).requires_grad_()
+    got = all_to_all(rows, sends[rank], to_me, exchange)
+    assert torch.equal(got, torch.cat([empty, *[codes(w, rank, to_me[w]) for w in range(world)]]))
+    got.backward(10 * got.detach())
+    assert torch.equal(rows.grad, 10 * rows.detach())
+    flat = exchange_rows(rows.detach()[:, 0], sends[rank], to_me, exchange)
+    assert torch.equal(flat, got.detach()[:, 0])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", SENDS)
+def test_rows_arrive_by_source_and_gradients_return(name):
+    # Public thread: pytorch#146468 (ranks that send nothing).
+    for guard in (False, True):
+        run_ranks(3, exchange_codes, SENDS[name], guard, torch.bfloat16 if guard else torch.float64)
+
+
+def count_rows(sends):
+    """Rows handed to the collective on this rank with the guard on."""
+    seen = []
+    plain = dist.all_to_all_single
+    dist.all_to_all_single = lambda out, rows, *a, **k: (seen.append((len(out), len(rows))), plain(out, rows, *a, **k))[
+        1
+    ]
+    rank = dist.get_rank()
+    to_me = [line[rank] for line in sends]
+    exchange_rows(torch.zeros(sum(sends[rank]), 2), sends[rank], to_me, make_exchange(guard=True))
+    return seen[0]
+
+
+@pytest.mark.dist
+def test_the_guard_adds_one_row_only_where_a_rank_would_send_or_receive_none():
+    assert run_ranks(3, count_rows, SENDS["one sends nothing"]) == [(3, 4), (3, 1), (2, 3)]
+    assert run_ranks(3, count_rows, SENDS["nobody sends"]) == [(1, 1)] * 3
+
+
+def die_on(victim):
+    if dist.get_rank() == victim:
+        os._exit(1)
+    exchange_counts(torch.zeros(2, dtype=torch.int64), make_exchange(timeout_s=10.0))
+
+
+@pytest.mark.dist
+def test_a_dead_rank_makes_the_others_raise_with_the_label():
+    answers = run_ranks(2, die_on, 1, return_exceptions=True, timeout_s=20.0)
+    assert isinstance(answers[0], RuntimeError)
+    assert "layer 1: rows" in str(answers[0])
+
+
+class FakeWork:
+    def __init__(self, *, done):
+        self.done = done
+
+    def is_completed(self):
+        return self.done
+
+
+def test_on_devices_a_monitor_names_what_is_not_complete(monkeypatch, caplog):
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    monitor = collectives._Monitor()
+    with caplog.at_level(logging.ERROR):
+        monitor.watch(FakeWork(done=True), "layer 0: dispatch of rows", 0.2)
+        monitor.watch(FakeWork(done=False), "layer 1: combine of rows", 0.2)
+        deadline = time.monotonic() + 10
+        while not caplog.records and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert "rank 5 has waited 0.2 s in 'layer 1: combine of rows'" in caplog.text
+    assert "layer 0" not in caplog.text
+    monitor._pending[0][0].done = True
