@@ -34,6 +34,11 @@ def test_trimming_keeps_each_step_up_to_the_resumed_one_once(path: Path, step: i
     assert "final" not in [line["kind"] for line in kept]
 
 
+def test_trimming_a_finished_run_makes_room_for_its_last_validation(path: Path) -> None:
+    trim_after(path, 6, finished=True)
+    assert [line["step"] for line in read_lines(path) if line["kind"] == "validation"] == [3]
+
+
 def test_a_cut_last_line_is_dropped(path: Path) -> None:
     whole = len(list(read_lines(path)))
     with path.open("a") as stream:

@@ -109,6 +109,7 @@ def test_checkpoints_that_cannot_be_resumed(trained: Path) -> None:
         "model.hidden_size is 16 there and 32 here; model.top_k is 2 there and 1 here",
         *("--resume", "--set", "model.hidden_size=32", "--set", "model.top_k=1"),
     )
+    fails_alike(work, "run.steps is 1: runs/r/checkpoints/step_00000002 has more", "--resume", "--steps", "1")
     checkpoint = work / "runs/r/checkpoints/step_00000002"
     for path in checkpoint.glob("zero_pp_rank_3_*"):
         path.write_bytes(path.read_bytes()[:100])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -58,14 +60,24 @@ class StepView:
         ]
 
 
+class PatientConsole(Console):
+    """A console whose reader may go away (``| head``, a launcher that died): rich would end the process then."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        if self.file is sys.stdout:
+            # Else Python fails at exit, when it flushes what the reader never took.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Display:
     """Shows the progress of one run. On ranks other than 0 it is silent.
 
-    A console that goes away (a closed pipe, a launcher that died) never stops the training: output ends there.
+    A console that goes away never stops the training: output ends there.
     """
 
     def __init__(self, *, active: bool, num_steps: int, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or PatientConsole(highlight=False, soft_wrap=True)
         self._active, self._num_steps = active, num_steps
         self._every = max(1, num_steps // _PLAIN_LINES)
         self._live: Live | None = None

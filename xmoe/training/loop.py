@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Mapping
@@ -26,8 +25,6 @@ from .sampler import Sampler
 from .step_metrics import LocalStep, StepMetrics, reduce_step
 from .stop import StopRequest
 from .validate import read_batch, validation_bits
-
-logger = logging.getLogger(__name__)
 
 _LOAD_WINDOWS = 60
 """About how many columns the expert-load picture has."""
@@ -74,7 +71,6 @@ class Trainer:
         run = self.config.run
         self._window_start = first_step
         take_layer_loads(self.engine.module)
-        saved_step = first_step
         with self.display.running(first_step=first_step):
             for step in range(first_step + 1, run.steps + 1):
                 started_s = time.perf_counter()
@@ -92,9 +88,6 @@ class Trainer:
                     self._report_validation(step, self.validate(run.eval_sequences))
                 if step == run.steps or (run.save_interval and step % run.save_interval == 0):
                     self._save(step)
-                    saved_step = step
-        if saved_step < run.steps:
-            logger.debug("nothing was left to train after step %d", first_step)
         return True
 
     def _train_step(self, step: int) -> StepMetrics:

@@ -41,16 +41,21 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         yield content
 
 
-def trim_after(path: Path, step: int) -> int:
+def trim_after(path: Path, step: int, *, finished: bool = False) -> int:
     """Removes what a run resumed from ``step`` will write again, and returns how many lines that were.
 
-    Kept are lines of steps up to ``step``. Final results go, because the resumed run ends with its own. The file is
-    replaced as a whole.
+    Kept are lines of steps up to ``step``. Final results go, because the resumed run ends with its own; if ``step``
+    was the last one (``finished``), so does its validation. The file is replaced as a whole.
     """
     if not path.exists():
         return 0
     lines = list(read_lines(path))
-    kept = [line for line in lines if line.get("kind") != "final" and line.get("step", 0) <= step]
+    again = {"final", "validation"} if finished else {"final"}
+    kept = [
+        line
+        for line in lines
+        if line.get("step", 0) < step or (line.get("step") == step and line.get("kind") not in again)
+    ]
     with replacing(path) as scratch:
         scratch.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
     return len(lines) - len(kept)

@@ -97,7 +97,7 @@ def _run(request: RunRequest, stop: StopRequest) -> None:
     seed_everything(config.run.seed)
     engine = _build_engine(config, folder)
     made_with = _made_with(config, engine, fingerprint=split.fingerprint())
-    checkpoint = _together(lambda: _check_checkpoint(folder, made_with)) if request.resume else None
+    checkpoint = _together(lambda: _check_checkpoint(config, folder, made_with)) if request.resume else None
 
     cache = _together(lambda: write_corpus(split, config.data.cache_dir), only_rank=0)
     corpus = _together(lambda: open_corpus(cache))
@@ -245,9 +245,11 @@ def _made_with(config: TrainConfig, engine: Any, *, fingerprint: str) -> dict[st
     }
 
 
-def _check_checkpoint(folder: Path, made_with: dict[str, Any]) -> Path:
+def _check_checkpoint(config: TrainConfig, folder: Path, made_with: dict[str, Any]) -> Path:
     checkpoint = checkpoints.newest(folder / "checkpoints")
-    checkpoints.check(checkpoint, made_with, rank=dist.get_rank(), world=dist.get_world_size())
+    step = checkpoints.check(checkpoint, made_with, rank=dist.get_rank(), world=dist.get_world_size())
+    if step > config.run.steps:
+        raise ConfigError("run.steps", config.run.steps, f"{checkpoint} has more; ask for at least {step}")
     return checkpoint
 
 
@@ -257,7 +259,7 @@ def _open_run(config: TrainConfig, folder: Path, *, first_step: int) -> MetricsF
         folder.mkdir(parents=True, exist_ok=True)
         metrics = folder / "metrics.jsonl"
         if first_step:
-            removed = trim_after(metrics, first_step)
+            removed = trim_after(metrics, first_step, finished=first_step == config.run.steps)
             logger.info("%d lines after step %d removed from %s", removed, first_step, metrics)
         else:
             for stale in (metrics, *folder.glob("*.png"), *folder.glob("csv/*.csv")):

@@ -1,0 +1,61 @@
+"""The same run in other ways gives the same losses: activation checkpointing, ZeRO stages, expert parallelism."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+
+def losses(work: Path, name: str, *settings: str) -> list[dict[str, Any]]:
+    overrides = [argument for setting in settings for argument in ("--set", setting)]
+    answers = jobs.run_on_ranks(work, "train", "--config", "run.json", "--name", name, *overrides, world=2)
+    assert answers == [(0, "")] * 2
+    lines = [json.loads(line) for line in (work / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("modes")
+    jobs.write_text(work / "text")
+    data = {"paths": ["text"], "cache_dir": "cache"}
+    content = jobs.run_file(data=data, model={"ep_size": 2}, run={"steps": 4}, xmoe={"input_jitter": 0.0})
+    (work / "run.json").write_text(json.dumps(content))
+    return work
+
+
+@pytest.fixture(scope="module")
+def plain(work: Path) -> list[dict[str, Any]]:
+    return losses(work, "plain")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "model.activation_checkpointing=reentrant",
+        "model.activation_checkpointing=non_reentrant",
+        "model.activation_checkpointing=deepspeed",
+        "zero_optimization.stage=0",
+        "zero_optimization.stage=2",
+        "model.ep_size=1",
+    ],
+)
+def test_equal_losses_norms_and_loads(work: Path, plain: list[dict[str, Any]], setting: str) -> None:
+    found = losses(work, setting.replace("=", "-"), setting)
+    for one, other in zip(plain, found, strict=True):
+        assert other["loss_bits_per_byte"] == pytest.approx(one["loss_bits_per_byte"], abs=1e-6)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+        assert other["load_cv"] == pytest.approx(one["load_cv"], abs=1e-9)
+        assert other["effective_tflops_per_s"] == pytest.approx(other["nominal_tflops_per_s"])
+
+
+def test_dropped_rows_are_reported_and_not_counted_as_work(work: Path) -> None:
+    for step in losses(work, "capacity", "model.capacity_factor=1.0"):
+        assert 0 < step["dropped_share"] < 0.5
+        assert step["effective_tflops_per_s"] < step["nominal_tflops_per_s"]
