@@ -17,6 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+aten = torch.ops.aten
+
 Activation = Literal["swiglu", "gelu", "gelu_tanh", "relu"]
 
 
@@ -150,18 +152,14 @@ def expert_mlp_forward(
     up_MF = x_RD.new_empty((num_assignments, width))
     gate_MF = x_RD.new_empty((num_assignments, width)) if activation == "swiglu" else None
     y_RD = torch.zeros_like(x_RD, dtype=accumulator)
-    x_rows = x_RD.new_empty((max(counts, default=0), x_RD.shape[1]))
-    y_rows = torch.empty_like(x_rows)
-    for expert, rows in enumerate(_segments(counts)):
-        if rows.start == rows.stop:
-            continue
-        count = rows.stop - rows.start
+    scratch = _Scratch(x_RD, max(counts, default=0))
+    for expert, rows in _busy_experts(counts):
         ids, weight_N1 = row_ids_M[rows], weights_M[rows, None]
-        x = torch.index_select(x_RD, 0, ids, out=x_rows[:count])
+        x = torch.index_select(x_RD, 0, ids, out=scratch.rows("x", rows, like=x_RD))
         up = _linear(x, experts.up, experts.up_bias, expert, out=up_MF[rows])
         gate = _linear(x, experts.gate, experts.gate_bias, expert, out=gate_MF[rows]) if gate_MF is not None else None
-        hidden = _activate(up, gate, activation).mul_(weight_N1).to(dtype)
-        y = torch.mm(hidden, experts.down[expert].t(), out=y_rows[:count])
+        hidden = _activate(up, gate, activation, scratch, rows).mul_(weight_N1).to(dtype)
+        y = torch.mm(hidden, experts.down[expert].t(), out=scratch.rows("y", rows, like=x_RD))
         if experts.down_bias:
             y.add_(experts.down_bias[expert] * weight_N1.to(dtype))
         y_RD.index_add_(0, ids, y.to(accumulator))
@@ -187,44 +185,53 @@ def expert_mlp_backward(
     dtype, accumulator = x_RD.dtype, accumulator_dtype(x_RD.dtype)
     grad_x_RD = torch.zeros_like(x_RD, dtype=accumulator)
     grad_weights_M = torch.empty_like(weights_M)
-    grads: dict[str, list[Tensor]] = {field: [] for field in ExpertWeights.FIELDS}
-    x_rows = x_RD.new_empty((max(counts, default=0), x_RD.shape[1]))
-    dy_rows, dx_rows = torch.empty_like(x_rows), torch.empty_like(x_rows)
-    for expert, rows in enumerate(_segments(counts)):
-        if rows.start == rows.stop:
-            for field, found in grads.items():
-                weights = getattr(experts, field)
-                if weights:
-                    found.append(torch.zeros_like(weights[expert]))
-            continue
-        count = rows.stop - rows.start
+    grads = {field: [torch.empty_like(w) for w in getattr(experts, field)] for field in ExpertWeights.FIELDS}
+    for expert, count in enumerate(counts):
+        if not count:
+            for found in filter(None, grads.values()):
+                found[expert].zero_()
+    scratch = _Scratch(x_RD, max(counts, default=0))
+    for expert, rows in _busy_experts(counts):
         ids, weight_N1 = row_ids_M[rows], weights_M[rows, None]
-        x = torch.index_select(x_RD, 0, ids, out=x_rows[:count])
-        dy = torch.index_select(grad_y_RD, 0, ids, out=dy_rows[:count])
+        x = torch.index_select(x_RD, 0, ids, out=scratch.rows("x", rows, like=x_RD))
+        dy = torch.index_select(grad_y_RD, 0, ids, out=scratch.rows("dy", rows, like=x_RD))
         up, gate = up_MF[rows], gate_MF[rows] if gate_MF is not None else None
-        d_hidden = torch.mm(dy, experts.down[expert]).to(accumulator)
+        d_hidden = torch.mm(dy, experts.down[expert], out=scratch.rows("d_hidden", rows, like=up)).to(accumulator)
         hidden, d_up, d_gate, grad_weights_M[rows] = _activation_backward(
-            d_hidden, up, gate, weight_N1, activation=activation
+            d_hidden, up, gate, weight_N1, activation, scratch, rows
         )
-        grads["down"].append(torch.mm(dy.t(), hidden.to(dtype)))
+        torch.mm(dy.t(), hidden.to(dtype), out=grads["down"][expert])
         if experts.down_bias:
-            bias = experts.down_bias[expert]
-            grads["down_bias"].append((dy * weight_N1.to(dtype)).sum(0))
-            grad_weights_M[rows] += torch.mv(dy, bias).to(weights_M.dtype)
-        dx = torch.mm(_projection_grads(grads, "up", d_up.to(dtype), x), experts.up[expert], out=dx_rows[:count])
+            torch.sum(dy * weight_N1.to(dtype), 0, out=grads["down_bias"][expert])
+            grad_weights_M[rows] += torch.mv(dy, experts.down_bias[expert]).to(weights_M.dtype)
+        dx = scratch.rows("dx", rows, like=x_RD)
+        torch.mm(_linear_grads(d_up.to(dtype), x, expert, grads["up"], grads["up_bias"]), experts.up[expert], out=dx)
         if d_gate is not None:
-            dx.addmm_(_projection_grads(grads, "gate", d_gate.to(dtype), x), experts.gate[expert])
+            d_gate = _linear_grads(d_gate.to(dtype), x, expert, grads["gate"], grads["gate_bias"])
+            dx.addmm_(d_gate, experts.gate[expert])
         grad_x_RD.index_add_(0, ids, dx.to(accumulator))
-    for name in ("up", "gate", "down"):
-        if not getattr(experts, name + "_bias"):
-            grads[name + "_bias"].clear()
     return grad_x_RD.to(dtype), grad_weights_M, ExpertWeights(**grads)
 
 
-def _segments(counts: Sequence[int]) -> list[slice]:
-    """Slices of consecutive segments: counts [2, 0, 1] gives 0:2, 2:2, 2:3."""
+class _Scratch:
+    """Buffers that the experts use one after the other, so that they stay in cache and are allocated once."""
+
+    def __init__(self, like: Tensor, max_rows: int) -> None:
+        self._like, self._max_rows = like, max_rows
+        self._buffers: dict[str, Tensor] = {}
+
+    def rows(self, name: str, rows: slice, *, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The first rows of the buffer ``name``, as many as the slice has, as wide as ``like``."""
+        if name not in self._buffers:
+            shape = (self._max_rows, like.shape[1])
+            self._buffers[name] = torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+        return self._buffers[name][: rows.stop - rows.start]
+
+
+def _busy_experts(counts: Sequence[int]) -> list[tuple[int, slice]]:
+    """Experts that have rows, each with its segment: counts [2, 0, 1] gives (0, 0:2), (2, 2:3)."""
     ends = itertools.accumulate(counts)
-    return [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
+    return [(i, slice(end - count, end)) for i, (count, end) in enumerate(zip(counts, ends, strict=True)) if count]
 
 
 def _linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], expert: int, *, out: Tensor) -> Tensor:
@@ -233,47 +240,59 @@ def _linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], expe
     return torch.mm(x, weights[expert].t(), out=out)
 
 
-def _projection_grads(grads: dict[str, list[Tensor]], name: str, d_out: Tensor, x: Tensor) -> Tensor:
-    """Appends the weight and bias gradient of one up or gate projection; returns ``d_out``."""
-    grads[name].append(torch.mm(d_out.t(), x))
-    grads[name + "_bias"].append(d_out.sum(0))
+def _linear_grads(d_out: Tensor, x: Tensor, expert: int, grads: list[Tensor], bias_grads: list[Tensor]) -> Tensor:
+    """Writes one linear layer's weight and bias gradient; returns ``d_out``."""
+    torch.mm(d_out.t(), x, out=grads[expert])
+    if bias_grads:
+        torch.sum(d_out, 0, out=bias_grads[expert])
     return d_out
 
 
-def _activate(up: Tensor, gate: Tensor | None, activation: Activation) -> Tensor:
-    """Post-activation in the accumulator's dtype, a new tensor."""
+def _approximation(activation: Activation) -> str:
+    return "tanh" if activation == "gelu_tanh" else "none"
+
+
+def _activate(up: Tensor, gate: Tensor | None, activation: Activation, scratch: _Scratch, rows: slice) -> Tensor:
+    """Post-activation in the accumulator's dtype, in a scratch buffer."""
     up = up.to(accumulator_dtype(up.dtype))
-    if activation == "swiglu":
-        assert gate is not None
-        return torch.nn.functional.silu(gate.to(up.dtype)).mul_(up)
+    out = scratch.rows("hidden", rows, like=up)
+    if gate is not None:
+        return aten.silu.out(gate.to(up.dtype), out=out).mul_(up)
     if activation == "relu":
-        return up.clamp(min=0)
-    return torch.nn.functional.gelu(up, approximate="tanh" if activation == "gelu_tanh" else "none")
+        return torch.clamp(up, min=0, out=out)
+    return aten.gelu.out(up, approximate=_approximation(activation), out=out)
 
 
 def _activation_backward(
-    d_hidden: Tensor, up: Tensor, gate: Tensor | None, weight_N1: Tensor, *, activation: Activation
+    d_hidden: Tensor,
+    up: Tensor,
+    gate: Tensor | None,
+    weight_N1: Tensor,
+    activation: Activation,
+    scratch: _Scratch,
+    rows: slice,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """From the gradient of ``hidden = weight * act``: hidden itself, d_up, d_gate (or None) and d_weight ``[n]``.
 
-    ``d_hidden`` is overwritten.
+    All in the accumulator's dtype and in scratch buffers; ``d_hidden`` is overwritten.
     """
     up = up.to(d_hidden.dtype)
-    if activation == "swiglu":
-        assert gate is not None
-        gate = gate.to(d_hidden.dtype)
-        silu = torch.nn.functional.silu(gate)
-        hidden = silu * up
-        d_weight = (d_hidden * hidden).sum(1)
+    product = scratch.rows("product", rows, like=up)
+    if gate is None:
+        hidden = _activate(up, None, activation, scratch, rows)
+        d_weight = torch.mul(d_hidden, hidden, out=product).sum(1)
         d_hidden.mul_(weight_N1)
-        d_gate = torch.ops.aten.silu_backward(d_hidden * up, gate)
-        return hidden.mul_(weight_N1), silu.mul_(d_hidden), d_gate, d_weight
-    hidden = _activate(up, None, activation)
-    d_weight = (d_hidden * hidden).sum(1)
+        if activation == "relu":
+            d_hidden.masked_fill_(up <= 0, 0.0)
+        else:
+            approximate = _approximation(activation)
+            aten.gelu_backward.grad_input(d_hidden, up, approximate=approximate, grad_input=d_hidden)
+        return hidden.mul_(weight_N1), d_hidden, None, d_weight
+    gate = gate.to(d_hidden.dtype)
+    silu = aten.silu.out(gate, out=scratch.rows("silu", rows, like=up))
+    hidden = torch.mul(silu, up, out=scratch.rows("hidden", rows, like=up))
+    d_weight = torch.mul(d_hidden, hidden, out=product).sum(1)
     d_hidden.mul_(weight_N1)
-    if activation == "relu":
-        d_up = d_hidden.masked_fill_(up <= 0, 0.0)
-    else:
-        approximate = "tanh" if activation == "gelu_tanh" else "none"
-        d_up = torch.ops.aten.gelu_backward(d_hidden, up, approximate=approximate)
-    return hidden.mul_(weight_N1), d_up, None, d_weight
+    d_gate = torch.mul(d_hidden, up, out=product)
+    aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
+    return hidden.mul_(weight_N1), silu.mul_(d_hidden), d_gate, d_weight
