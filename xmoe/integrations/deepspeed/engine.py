@@ -96,7 +96,7 @@ def initialize(
     raise_together(error)
     assert model is not None
     same_everywhere(content, "the DeepSpeed config")
-    same_everywhere([(n, m.num_experts, m.ep_size) for n, m in _moe_layers(model)], "the model's MoE layers")
+    same_everywhere([(n, m.num_experts, m.ep_size) for n, m in _moe_layers(model)], "the model's list of MoE layers")
     engine, *rest = deepspeed.initialize(
         args=_without_config(args),
         model=model,

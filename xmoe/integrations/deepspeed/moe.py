@@ -257,6 +257,18 @@ class MoE(native_layer.MoE):
         shared = RouterSettings.__dataclass_fields__.keys() & XMoEConfig.model_fields.keys()
         return RouterSettings(**self._routing, **{key: getattr(self._config, key) for key in shared})
 
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        if self.ep_size > 1 and self.deepspeed_moe.ep_group is None:
+            # No engine made the groups: inference, or a layer of its own. Every rank makes this call.
+            if not dist.is_initialized():
+                raise RuntimeError(
+                    f"layer '{self.layer_name}' has ep_size {self.ep_size} and no process group exists: call "
+                    "xmoe.initialize, or init_distributed and the layer's set_deepspeed_parallelism(), first"
+                )
+            self.set_deepspeed_parallelism()
+        output: tuple[Tensor, Tensor, Tensor] = super().forward(hidden_states, used_token)
+        return output
+
     def _create_process_groups(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Called by the engine, on every rank and in module order: makes the groups, as DeepSpeed lays them out."""
         native_layer.MoE._create_process_groups(self, use_data_before_expert_parallel_)
