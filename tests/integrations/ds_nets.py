@@ -180,3 +180,41 @@ def reference_steps(whole, batches, *, k, lr, clip=0.0):
             for (key, value), gradient in zip(state.items(), gradients, strict=True)
         }
     return {key: value.detach() for key, value in state.items()}, norms
+
+
+class TensorParallel:
+    """A Megatron-style mpu: two consecutive ranks share one batch."""
+
+    def __init__(self):
+        world, rank = dist.get_world_size(), dist.get_rank()
+        for first in range(0, world, 2):
+            group = dist.new_group([first, first + 1])
+            if first <= rank < first + 2:
+                self.model = group
+        for place in range(2):
+            group = dist.new_group(list(range(place, world, 2)))
+            if rank % 2 == place:
+                self.data = group
+
+    def get_model_parallel_group(self):
+        return self.model
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+    def get_data_parallel_group(self):
+        return self.data
+
+    def get_model_parallel_world_size(self):
+        return 2
+
+    def get_model_parallel_rank(self):
+        return dist.get_rank() % 2
+
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+    def get_data_parallel_world_size(self):
+        return dist.get_world_size() // 2
+
+    def get_data_parallel_rank(self):
+        return dist.get_rank() // 2
