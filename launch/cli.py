@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-import xmoe
+from xmoe import __version__
 from xmoe.config import ConfigError, TrainConfig, json_schema, read_json, read_train_config
 
 from .env import ProcessPlace, find_place
@@ -59,7 +59,7 @@ def _fail(message: str) -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"xmoe {xmoe.__version__}")
+        typer.echo(f"xmoe {__version__}")
         raise typer.Exit
 
 
