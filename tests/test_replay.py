@@ -234,13 +234,16 @@ def test_layers_of_one_checkpoint_keep_their_decisions_apart():
     assert_close(results[2], results[0])
 
 
-def test_evaluation_and_forwards_without_gradient_count_nothing():
+@pytest.mark.parametrize("way", WAYS)
+def test_evaluation_and_forwards_without_gradient_count_nothing(way):
     block = Block().double()
-    x = torch.randn(5, 8, dtype=torch.float64)
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     with torch.no_grad():
         block(x)
+        WAYS[way](block, x)
     block.eval()
-    block(x)
+    y, aux = WAYS[way](block, x)
+    (y.sum() + aux).backward()
     assert int(block.moe.gate.step_counts.sum()) == 0
     assert int(block.moe.counters.selected_E.sum()) == 0
 

@@ -80,7 +80,9 @@ def decisions_for(layer: object) -> Decisions:
         if not hasattr(checkpoint, _ATTRIBUTE):
             setattr(checkpoint, _ATTRIBUTE, {})
         getattr(checkpoint, _ATTRIBUTE).setdefault(id(layer), []).append(made)
-    return Decisions(made, replaying=replaying is not None, recorded=bool(recording))
+    # Where no gradient is enabled, only a reentrant checkpoint, which disables it, will come back.
+    recorded = bool(recording) and (torch.is_grad_enabled() or any(isinstance(c, FunctionCtx) for c in recording))
+    return Decisions(made, replaying=replaying is not None, recorded=recorded)
 
 
 def _enclosing_checkpoints() -> tuple[list[Any], Any | None]:
@@ -105,7 +107,10 @@ def _autograd_function(frame: FrameType) -> tuple[Any | None, bool]:
     context = frame.f_locals.get("ctx")
     if not isinstance(context, FunctionCtx):
         return None, False
-    return context, frame.f_code.co_name == "backward"
+    if frame.f_code.co_name == "backward":
+        return context, True
+    # Called without gradients (an evaluation, or a checkpoint around it records) it will not be recomputed.
+    return (context if context.next_functions else None), False  # type: ignore[attr-defined]
 
 
 def _torch_forward(frame: FrameType) -> tuple[Any | None, bool]:
