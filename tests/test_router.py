@@ -306,6 +306,7 @@ def dense_of(routing, num_experts):
     ("k", "noise"),
     [
         (1, {"random_token_selection": True}),
+        (1, {"random_token_selection": False}),
         (1, {"random_token_selection": True, "noisy_logits": True}),
         (1, {"random_token_selection": True, "input_jitter": 1e-2}),
         (2, {}),
@@ -405,11 +406,12 @@ def test_properties_of_any_routing(data):
         assert int(routing.tokens_per_expert_E.max()) <= capacity
     else:
         assert bool((ids >= 0).all())
-    floor = torch.finfo(torch.float32).eps
-    for row, total in zip(ids, routing.topk_weights_TK.sum(1), strict=True):
-        assert float(total) <= 3.0 * (1 + 1e-5)
-        if options["score_function"] == "softmax" and bool((row >= 0).all()) and not options["force_balance"]:
-            assert float(total) == pytest.approx(3.0, rel=1e-5) or k * floor > 1 / case.experts
+    # Weights sum to the scale where the best scores were chosen; chance and force may choose scores of nearly zero.
+    best = options["score_function"] == "softmax" and not options["force_balance"] and not options["noisy_logits"]
+    for row, total in zip(ids.tolist(), routing.topk_weights_TK.sum(1).tolist(), strict=True):
+        assert total <= 3.0 * (1 + 1e-5)
+        if best and min(row) >= 0:
+            assert total == pytest.approx(3.0, rel=1e-5)
     (routing.topk_weights_TK.sum() + routing.aux_loss).backward()
     assert bool(torch.isfinite(x.grad).all())
     assert bool(torch.isfinite(routing.aux_loss))

@@ -195,7 +195,7 @@ class TopKRouter(nn.Module):
         tokens_E = selected_E
         if settings.drop_tokens and ids_TK.numel():
             capacity = settings.capacity(ids_TK.shape[0], num_experts, training=self.training)
-            ids_TK = ids_TK.masked_fill(self._places(ids_TK, scores_TE, noise) >= capacity, -1)
+            ids_TK = ids_TK.masked_fill(self._places(ids_TK, scores_TE, noise, capacity) >= capacity, -1)
             tokens_E = selected_E.clamp(max=capacity)
         return _Selection(
             ids_TK=ids_TK.to(torch.int32),
@@ -224,13 +224,18 @@ class TopKRouter(nn.Module):
         second_T1 = reference.top_k_ids(noisy_TE.scatter(1, first_T1, float("-inf")), 1)
         return torch.cat([first_T1, second_T1], dim=1)
 
-    def _places(self, ids_TK: Tensor, scores_TE: Tensor, noise: _Noise) -> Tensor:
+    def _places(self, ids_TK: Tensor, scores_TE: Tensor, noise: _Noise, capacity: int) -> Tensor:
         """Place of each assignment in its expert's queue; those at capacity and beyond are dropped."""
         settings, gather = self.settings, ids_TK.clamp(min=0)
         if settings.drops_by == "probs":
             priorities = scores_TE.gather(1, gather)
         elif noise.priority_TE is not None:
             priorities = noise.priority_TE.gather(1, gather)
+        elif settings.top_k == 1 and settings.strict_compat:
+            # DeepSpeed's positions are whatever topk makes of equal numbers.
+            chosen_TE = torch.zeros_like(scores_TE, dtype=torch.int64).scatter_(1, gather, (ids_TK >= 0).long())
+            kept = chosen_TE.topk(min(capacity, len(ids_TK)), dim=0).indices
+            return capacity * (1 - torch.zeros_like(chosen_TE).scatter_(0, kept, 1).gather(1, gather))
         elif settings.top_k == 2:
             # GShard fills the buffers with every token's first choice before any second choice.
             priorities = -torch.arange(2, device=ids_TK.device).expand_as(ids_TK)
