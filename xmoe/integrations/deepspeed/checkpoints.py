@@ -67,7 +67,7 @@ def _folder(load_dir: Any, tag: Any) -> Path | None:
 
 def _check(engine: Any, folder: Path, *, optimizer: bool) -> None:
     saved = _read(Path(engine._get_ckpt_name(str(folder.parent), folder.name)))
-    found, expected = saved.get("num_experts"), engine.num_experts
+    found, expected = saved.get("num_experts", []), engine.num_experts
     if isinstance(found, list) and found != expected:
         raise ValueError(
             f"checkpoint '{folder}' holds MoE layers of {found} experts, the model has {expected}: "

@@ -18,7 +18,7 @@ from packaging.version import Version
 from torch import nn
 
 from ...config import ConfigError, read_json
-from .moe import MoE
+from .moe import MoE, mark_experts
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +145,7 @@ def moe_param_groups(
     Raises ValueError for a group without a name.
     """
     if isinstance(source, nn.Module):
+        mark_experts(source)
         source = [{"params": [p for p in source.parameters() if p.requires_grad], "name": "dense"}]
     _check_names(source)
     named = [{**options, **group, "params": list(group["params"]), "unique_name": group["name"]} for group in source]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ...config import XMoEConfig, parse_section
@@ -96,7 +97,9 @@ def initialize(
     raise_together(error)
     assert model is not None
     same_everywhere(content, "the DeepSpeed config")
-    same_everywhere([(n, m.num_experts, m.ep_size) for n, m in _moe_layers(model)], "the model's list of MoE layers")
+    if not isinstance(model, PipelineModule):  # whose stages hold different layers
+        layers = [(name, layer.num_experts, layer.ep_size) for name, layer in _moe_layers(model)]
+        same_everywhere(layers, "the model's list of MoE layers")
     engine, *rest = deepspeed.initialize(
         args=_without_config(args),
         model=model,

@@ -21,6 +21,13 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
+from deepspeed.utils.bwc import (
+    bwc_pipeline_parallel_group,
+    bwc_pipeline_parallel_world_size,
+    bwc_tensor_model_parallel_group,
+    bwc_tensor_model_parallel_rank,
+    bwc_tensor_model_parallel_world_size,
+)
 from torch import Tensor, nn
 
 
@@ -34,21 +41,29 @@ def true_gradient_norm(marked: Iterable[tuple[nn.Parameter, Tensor | None]], *, 
     # float64: a sum of squares over 1e9 elements must not depend on how many ranks it is split over.
     dense = torch.zeros((), dtype=torch.float64, device=device)
     experts = {name: torch.zeros_like(dense) for name in sorted(groups._get_expert_parallel_group_dict())}
-    counts_here = mpu is None or mpu.get_model_parallel_rank() == 0
+    experts_are_split = groups._get_expert_model_parallel_world_size() > 1
+    is_first = bwc_tensor_model_parallel_rank(mpu) == 0
     for parameter, gradient in marked:
         if gradient is None:
             continue
         square = gradient.detach().to(torch.float32).square().sum(dtype=torch.float64)
+        is_counted_here = is_first or is_model_parallel_parameter(parameter)
         if is_moe_param(parameter):
-            experts[parameter.group_name] += square  # type: ignore[attr-defined]
-        elif counts_here or is_model_parallel_parameter(parameter):
+            if is_counted_here or not experts_are_split:
+                experts[parameter.group_name] += square  # type: ignore[attr-defined]
+        elif is_counted_here:
             dense += square
-    if mpu is not None and mpu.get_model_parallel_world_size() > 1:
-        dist.all_reduce(dense, group=mpu.get_model_parallel_group())
     for name, total in experts.items():
         if groups._get_expert_parallel_world_size(name) > 1:
             dist.all_reduce(total, group=groups._get_expert_parallel_group(name))
-    return math.sqrt(float(dense + sum(experts.values())))
+    all_experts = torch.stack([torch.zeros_like(dense), *experts.values()]).sum()
+    if bwc_tensor_model_parallel_world_size(mpu) > 1:
+        for total in (dense, all_experts) if experts_are_split else (dense,):
+            dist.all_reduce(total, group=bwc_tensor_model_parallel_group(mpu))
+    square_norm = dense + all_experts
+    if bwc_pipeline_parallel_world_size(mpu) > 1:
+        dist.all_reduce(square_norm, group=bwc_pipeline_parallel_group(mpu))
+    return math.sqrt(float(square_norm))
 
 
 def mend_gradient_norm(engine: Any) -> None:

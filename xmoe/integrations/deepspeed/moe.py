@@ -86,9 +86,10 @@ class Experts(core_experts.Experts, native_experts.Experts):
         core_experts.Experts.__init__(self, expert, num_local_experts, first_id=first_id, initialize=initialize)
         self.num_local_experts = num_local_experts
         self.expert_group_name = expert_group_name
-        self._mark()
+        self.mark_parameters()
 
-    def _mark(self) -> None:
+    def mark_parameters(self) -> None:
+        """Marks every expert for DeepSpeed; again where parameters were replaced (a copy, a load by assignment)."""
         for parameter in self.parameters():
             parameter.allreduce = False  # type: ignore[attr-defined]
             parameter.group_name = self.expert_group_name  # type: ignore[attr-defined]
@@ -96,7 +97,13 @@ class Experts(core_experts.Experts, native_experts.Experts):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Copying a Parameter drops its attributes: without marks DeepSpeed would average different experts.
         super().__setstate__(state)
-        self._mark()
+        self.mark_parameters()
+
+
+def mark_experts(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.mark_parameters()
 
 
 class MOELayer(RoutedMLP, native_moe.MOELayer):
@@ -223,8 +230,6 @@ class MoE(native_layer.MoE):
             shared_mlp=shared_mlp,
             shared_gate=shared_gate,
         )
-        if self._initial is not None:
-            self._initial.note_versions(self.deepspeed_moe.experts)
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)
@@ -242,6 +247,7 @@ class MoE(native_layer.MoE):
                     f"the constructor of layer '{name}' gives {key}={self._given[key]!r}; give it in one place",
                 )
         self.layer_name = name
+        mark_experts(self)
         self._config = self._merged(config)
         self.deepspeed_moe.gate.configure(self._settings())
 
@@ -271,7 +277,8 @@ class MoE(native_layer.MoE):
 
     def _create_process_groups(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Called by the engine, on every rank and in module order: makes the groups, as DeepSpeed lays them out."""
-        native_layer.MoE._create_process_groups(self, use_data_before_expert_parallel_)
+        super()._create_process_groups(use_data_before_expert_parallel_)
+        mark_experts(self)
         group, config = self.deepspeed_moe.ep_group, self._config
         if self._initial is not None:
             first_id = groups._get_expert_parallel_rank(self.expert_group_name) * self.num_local_experts
@@ -306,31 +313,32 @@ class _Initial:
     initialize: Callable[[nn.Module, int], None]
     first_id: int
     random_state: Tensor
-    versions: list[int]
 
     @staticmethod
     def of(expert: nn.Module, initialize: Callable[[nn.Module, int], None], first_id: int) -> _Initial:
-        return _Initial(copy.deepcopy(expert), initialize, first_id, torch.get_rng_state(), [])
+        return _Initial(copy.deepcopy(expert), initialize, first_id, torch.get_rng_state())
 
-    def note_versions(self, experts: nn.Module) -> None:
-        self.versions = [parameter._version for parameter in experts.parameters()]
+    def _experts(self, first_id: int, like: core_experts.Experts) -> list[Tensor]:
+        """The first weights of the experts from ``first_id`` on, in the dtype and place of ``like``."""
+        # Drawn in the constructor's dtype and place: a generator draws other numbers in bfloat16 or on a device.
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.random_state)
+            number = len(like.modules_in_order())
+            fresh = core_experts.Experts(self.template, number, first_id=first_id, initialize=self.initialize)
+        pairs = zip(fresh.parameters(), like.parameters(), strict=True)
+        return [value.detach().to(parameter) for value, parameter in pairs]
 
+    @torch.no_grad()
     def move(self, experts: core_experts.Experts, first_id: int) -> None:
         """Gives ``experts`` the weights of the experts from ``first_id`` on, if those of others were given.
 
         Weights written since (a checkpoint, the model's own initialisation) stand.
         """
-        untouched = self.versions == [parameter._version for parameter in experts.parameters()]
-        if first_id == self.first_id or not untouched:
+        if first_id == self.first_id:
             return
-        # In the constructor's dtype and place: a generator draws other numbers in bfloat16 or on a device.
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.random_state)
-            fresh = core_experts.Experts(
-                self.template, len(experts.modules_in_order()), first_id=first_id, initialize=self.initialize
-            )
-        with torch.no_grad():
-            for parameter, value in zip(experts.parameters(), fresh.parameters(), strict=True):
+        given = self._experts(self.first_id, experts)
+        if all(torch.equal(value, parameter) for value, parameter in zip(given, experts.parameters(), strict=True)):
+            for parameter, value in zip(experts.parameters(), self._experts(first_id, experts), strict=True):
                 parameter.copy_(value)
 
 
