@@ -212,6 +212,44 @@ def test_the_engines_forward_breakdown_finds_its_timers():
     run_ranks(2, _breakdown)
 
 
+def test_weights_loaded_by_assignment_keep_expert_marks():
+    with torch.device("meta"):
+        net = Net(ep_size=2)
+    net.load_state_dict(Net(ep_size=2).state_dict(), assign=True)
+    groups = moe_param_groups(net)
+    assert [len(group["params"]) for group in groups if group.get("moe")] == [32]
+
+
+def _assigned_then_trained():
+    init_distributed()
+    whole = whole_state()
+    losses = []
+    for assign in (False, True):
+        net = Net(ep_size=2)
+        net.load_state_dict(local_state(whole, net), assign=assign)
+        engine = engine_of(net, native=assign, kind="SGD", lr=0.1)
+        losses.append(train(engine, range(2)))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.dist
+def test_experts_loaded_by_assignment_are_not_averaged_as_dense_weights():
+    run_ranks(2, _assigned_then_trained)
+
+
+def _patched():
+    init_distributed()
+    native_layer.MoE = MoE
+    engine = engine_of(Net(native_layer.MoE, ep_size=2))
+    assert all(loss > 0 for loss in train(engine, range(2)))
+
+
+@pytest.mark.dist
+def test_the_name_in_deepspeed_may_be_replaced_by_ours():
+    """For training scripts that cannot be changed: ``deepspeed.moe.layer.MoE = xmoe.MoE``."""
+    run_ranks(2, _patched)
+
+
 def test_unique_names_and_missing_names_of_parameter_groups():
     net = Net(ep_size=2)
     groups = moe_param_groups(net, unique_names=True, lr=0.5)

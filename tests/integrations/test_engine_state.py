@@ -1,5 +1,8 @@
 """State that moves with the engine: correction bias, initial experts, evaluation, tensor-parallel ranks."""
 
+import copy
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -148,7 +151,7 @@ def _initial_experts(store, built_first, data_first, ep_size, bf16):
     if not built_first:
         start()
     torch.manual_seed(42)
-    net = Net(ep_size=ep_size, expert_init=_init_expert)
+    net = copy.deepcopy(Net(ep_size=ep_size, expert_init=_init_expert))
     if built_first:
         start()
     ds = config(kind="SGD", bf16=bf16, use_data_before_expert_parallelism=data_first)
@@ -157,8 +160,6 @@ def _initial_experts(store, built_first, data_first, ep_size, bf16):
 
 
 def _rank():
-    import os
-
     return int(os.environ["RANK"])
 
 

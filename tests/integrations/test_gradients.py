@@ -6,19 +6,26 @@ SGD throughout: Adam divides a wrong scale away.
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime import engine as deepspeed_engine
 from ds_nets import (
     PLAIN,
+    D,
+    MoE,
     Net,
     batch,
+    config,
     engine_of,
     gather_whole,
     init_distributed,
     local_state,
+    mlp,
     reference_steps,
     whole_state,
 )
+from torch import nn
 
+from xmoe.integrations.deepspeed import initialize
 from xmoe.testing import assert_close, run_ranks
 
 pytestmark = pytest.mark.dist
@@ -112,3 +119,48 @@ def test_bfloat16_norms_and_clipping_equal_the_reference():
     cases += [{"ep_size": 2, "stage": 1, "clip": c, **fp32_sums} for c in (0.0, 20.0)]
     cases += [{"ep_size": 2, "stage": 0, "clip": c, "fused": True} for c in (0.0, 20.0)]
     run_ranks(4, _norm_of_this_model, cases, timeout_s=100)
+
+
+class Block(nn.Module):
+    """One pipeline stage's layer; the auxiliary loss stays out, as pipelines pass tensors only."""
+
+    def __init__(self, ep_size):
+        super().__init__()
+        self.dense = nn.Linear(D, D)
+        self.moe = MoE(D, mlp(), 4, ep_size, 2, correction_bias=True, **PLAIN)
+
+    def forward(self, x):
+        return x + self.moe(self.dense(x))[0]
+
+
+def _pipeline(ep_size):
+    init_distributed()
+    layers = [LayerSpec(Block, ep_size), LayerSpec(Block, ep_size)]
+    net = PipelineModule(layers, num_stages=2, loss_fn=lambda out, y: (out - y).float().square().mean())
+    ds = config(kind="SGD", lr=1.0, accumulation=2, clip=1e-3, xmoe={"correction_bias_update_rate": 0.5})
+    engine = initialize(model=net, config=ds)[0]
+    before = [p.detach().float().clone() for p in net.parameters()]
+    place = engine.mpu.get_data_parallel_rank()
+    engine.train_batch(iter([batch(part, place) for part in range(2)]))
+    norm = float(engine.get_global_grad_norm())
+    bias = [b for n, b in net.named_buffers() if "correction_bias" in n]
+    assert len(bias) == 1
+    moved = [(p.detach().float() - old).square().sum() for p, old in zip(net.parameters(), before, strict=True)]
+    expert = ["expert" in name for name, _ in net.named_parameters()]
+    dense = sum(float(square) for square, flag in zip(moved, expert, strict=True) if not flag)
+    experts = sum(float(square) for square, flag in zip(moved, expert, strict=True) if flag)
+    return norm, dense, experts, bool(bias[0].any())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_norm_of_a_pipeline_counts_every_stage(world):
+    """Clipped SGD at rate 1 moves the model by exactly the clipping value, if the norm is the whole model's."""
+    replicas = world // 2
+    answers = run_ranks(world, _pipeline, replicas)
+    norms = {norm for norm, *_ in answers}
+    assert len(norms) == 1
+    assert norms.pop() > 1e-2
+    dense = sum(answer[1] for answer in answers) / replicas
+    experts = sum(answer[2] for answer in answers)
+    assert (dense + experts) ** 0.5 == pytest.approx(1e-3, rel=1e-3)
+    assert all(answer[3] for answer in answers), "a stage's balancing bias did not move"
