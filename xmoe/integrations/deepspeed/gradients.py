@@ -2,7 +2,7 @@
 
     fp32, ZeRO 0              no global norm; clips each rank by the mean of the ranks' norms
     bf16 or fp16, ZeRO 0      FP16_UnfusedOptimizer leaves the experts out of the norm and of the clipping factor
-    ZeRO 1 and 2              right
+    ZeRO 1 and 2              right, but with tensor parallelism experts count on its first rank only
 
 The true norm is that of the model's gradient: every replicated parameter once, every expert once, whichever rank
 holds it.
@@ -10,8 +10,9 @@ holds it.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -67,13 +68,42 @@ def true_gradient_norm(marked: Iterable[tuple[nn.Parameter, Tensor | None]], *, 
 
 
 def mend_gradient_norm(engine: Any) -> None:
-    """Makes ``engine.get_global_grad_norm()`` and gradient clipping true at ZeRO 0, by rebinding methods."""
-    if engine.zero_optimization() or not engine.has_moe_layers:
+    """Makes ``engine.get_global_grad_norm()`` and gradient clipping true, by rebinding methods."""
+    if not engine.has_moe_layers:
         return
-    if isinstance(engine.optimizer, FP16_UnfusedOptimizer) and not engine.optimizer.fused_lamb_legacy:
-        _mend_unfused(engine.optimizer, engine.mpu)
+    if engine.zero_optimization():
+        if bwc_tensor_model_parallel_world_size(engine.mpu) > 1:
+            _mend_zero(engine.optimizer)
+    elif isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        if not engine.optimizer.fused_lamb_legacy:
+            _mend_unfused(engine.optimizer, engine.mpu)
     elif not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         _mend_fp32(engine)
+
+
+def _mend_zero(optimizer: Any) -> None:
+    """Lets every tensor-parallel rank count the experts of its own ZeRO partition, which no other rank holds."""
+    if groups._get_expert_model_parallel_world_size() > 1:
+        return
+    for name in ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"):
+        if hasattr(optimizer, name):
+            setattr(optimizer, name, _counting_experts(optimizer, getattr(optimizer, name)))
+
+
+def _counting_experts(optimizer: Any, norm_of: Callable[..., Any]) -> Callable[..., Any]:
+    parameters_of = inspect.signature(norm_of)
+
+    def norm(*args: Any, **kwargs: Any) -> Any:
+        params = parameters_of.bind(*args, **kwargs).arguments["params"]
+        rank = optimizer.model_parallel_rank
+        if any(is_moe_param(parameter) for parameter in params):
+            optimizer.model_parallel_rank = 0
+        try:
+            return norm_of(*args, **kwargs)
+        finally:
+            optimizer.model_parallel_rank = rank
+
+    return norm
 
 
 def _mend_fp32(engine: Any) -> None:
