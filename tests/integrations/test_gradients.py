@@ -79,6 +79,9 @@ def test_parameters_and_norms_equal_the_single_process_reference(stage):
         {"ep_size": 2, "k": 2, "stage": stage, "clip": 0.5, "accumulation": 2},
         {"ep_size": 4, "k": 2, "stage": stage, "clip": 0.1},
     ]
+    if stage == 2:
+        offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+        cases.append({"ep_size": 2, "k": 2, "clip": 0.5, "zero_force_ds_cpu_optimizer": False, **offload})
     run_ranks(4, _check_fp32, cases, timeout_s=100)
 
 
