@@ -29,10 +29,10 @@ help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
 
 train: .venv/.installed-cpu
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --no-python --nproc-per-node $(NPROC) $(BIN)/xmoe train --config $(CONFIG)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --no-python --nproc-per-node $(NPROC) $(BIN)/xmoe train --config $(CONFIG) --overwrite
 
 test: .venv/.installed-test
-	$(BIN)/pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_ARGS)
 
 lint: .venv/.installed-test
 	$(BIN)/ruff check .

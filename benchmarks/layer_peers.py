@@ -1,11 +1,11 @@
 """The contestants of bench_layer.py, all with the same weights and the same mathematics.
 
-    xmoe               xmoe.MoE
-    deepspeed          deepspeed.moe.layer.MoE without drops (it pads every expert to the largest load)
-    deepspeed_1.25     the same at capacity factor 1.25: it drops, so it is shown but compared with nobody
-    autoep             DeepSpeed's AutoEP layer (gated experts only)
-    huggingface        transformers' Qwen3-MoE block with grouped_mm experts (gated experts only)
-    gemm_limit         the experts' matrix products on the same ragged counts, and nothing else
+xmoe               xmoe.MoE
+deepspeed          deepspeed.moe.layer.MoE without drops (it pads every expert to the largest load)
+deepspeed_1.25     the same at capacity factor 1.25: it drops, so it is shown but compared with nobody
+autoep             DeepSpeed's AutoEP layer (gated experts only)
+huggingface        transformers' Qwen3-MoE block with grouped_mm experts (gated experts only)
+gemm_limit         the experts' matrix products on the same ragged counts, and nothing else
 """
 
 from __future__ import annotations

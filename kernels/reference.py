@@ -203,7 +203,8 @@ def expert_mlp_backward(
         torch.mm(dy.t(), hidden.to(dtype), out=grads["down"][expert])
         if experts.down_bias:
             torch.sum(dy * weight_N1.to(dtype), 0, out=grads["down_bias"][expert])
-            grad_weights_M[rows] += torch.mv(dy, experts.down_bias[expert]).to(weights_M.dtype)
+            bias = experts.down_bias[expert].to(accumulator)
+            grad_weights_M[rows] += torch.mv(dy.to(accumulator), bias)
         dx = scratch.rows("dx", rows, like=x_RD)
         torch.mm(_linear_grads(d_up.to(dtype), x, expert, grads["up"], grads["up_bias"]), experts.up[expert], out=dx)
         if d_gate is not None:

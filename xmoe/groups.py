@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_WARM: set[int] = set()
+# Groups compare by identity; a destroyed one leaves, so that another at its address is warmed in its turn.
+_WARM: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def raise_together(error: Exception | None) -> None:
@@ -62,9 +64,9 @@ def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
     Communicators made lazily, inside the first forward, are made in whatever order the ranks come to them; made
     here, at start and in module order, they cannot wait for each other.
     """
-    if id(group) in _WARM:
+    if group in _WARM:
         return
-    _WARM.add(id(group))
+    _WARM.add(group)
     ones = torch.ones(dist.get_world_size(group), dtype=torch.int64, device=device)
     received = torch.empty_like(ones)
     dist.all_to_all_single(received, ones, group=group)

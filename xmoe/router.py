@@ -172,13 +172,14 @@ class TopKRouter(nn.Module):
         """The random numbers this forward's selection uses, in DeepSpeed's order of drawing."""
         settings, noise = self.settings, _Noise()
         active = self.training or settings.strict_compat
+        unbiased = self.correction_bias is None  # noise on logits would undo a bias on scores
         if settings.top_k == 1:
-            if settings.noisy_logits and self.training:
+            if settings.noisy_logits and self.training and unbiased:
                 noise.gumbel_TE = _gumbel(logits_TE)
             if settings.drops_by == "random" and active and (settings.drop_tokens or settings.strict_compat):
                 noise.priority_TE = _uniform(logits_TE, 0.0, 1.0)
             return noise
-        if settings.top_k == 2 and settings.sample_second_expert and active:
+        if settings.top_k == 2 and settings.sample_second_expert and active and unbiased:
             noise.gumbel_TE = _gumbel(logits_TE)
         if settings.drops_by == "random" and settings.drop_tokens and self.training:
             noise.priority_TE = _uniform(logits_TE, 0.0, 1.0)

@@ -92,7 +92,7 @@ def run_ranks(
 
     The processes are forked from one server that has imported torch and DeepSpeed already, so that a job costs
     fractions of a second and starts with clean process groups. ``function`` stands at the top level of its file.
-    ``init=False`` leaves the process group to the function (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set).
+    ``init=False`` leaves the process group to the function (RANK, LOCAL_RANK and WORLD_SIZE are set).
 
     A rank's exception is raised here as RankFailure, with everything the ranks printed; ranks that have not ended
     after ``timeout_s`` are killed and reported with their Python stacks. With ``return_exceptions`` a rank's
