@@ -3,8 +3,9 @@
     python benchmarks/bench_layer.py [--json] [--rounds 15]
 
 Correctness comes first: every peer's output and input gradient must equal xmoe's, or nothing is timed. Times are
-medians of interleaved runs on 2 threads with a random upstream gradient. Saved bytes are those of all tensors kept
-for backward (by storage; parameters excluded, the layer's input included).
+medians of interleaved runs on 2 threads with a random upstream gradient. Each shape has a process of its own: what
+earlier shapes leave in the heap decides how many page faults a layer's buffers cost. Saved bytes are those of all
+tensors kept for backward (by storage; parameters excluded, the layer's input included).
 
 Hidden states of a language model share a mean, and so their routing is uneven. The inputs here have a common mean of
 0.2 standard deviations, which gives the loads the coefficient of variation (0.3 to 0.5, printed with each shape) that
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import multiprocessing
 import os
 from typing import Any
 
@@ -34,11 +36,14 @@ try:
     import transformers  # noqa: F401
     from layer_peers import Activation, Shape, build, forward, gemm_limit
 except ModuleNotFoundError as error:
-    fail(f"the benchmark needs the package {error.name!r}: pip install -r requirements/bench.txt")
+    fail(f"the benchmark needs the package {error.name!r}: pip install -r requirements/test.txt")
 
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor, nn
 
 SHAPES = (Shape(2048, 512, 352, 64, 6), Shape(1024, 768, 256, 128, 8), Shape(4096, 384, 512, 32, 4))
+THREADS = 2
 NO_PEERS = ("xmoe", "deepspeed_1.25", "gemm_limit")
 TOLERANCE = 1e-4  # float32, sums of up to 4096 terms in another order
 
@@ -77,8 +82,10 @@ def saved_bytes(layer: nn.Module, x: Tensor) -> int:
     return total
 
 
-def measure(shape: Shape, activation: Activation, *, rounds: int, mean: float) -> list[Result]:
-    """All results of one shape."""
+def measure(shape: Shape, activation: Activation, rounds: int, mean: float) -> list[Result]:
+    """All results of one shape and activation."""
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(THREADS)
     layers = build(shape, activation)
     x = torch.randn(1, shape.T, shape.H) + mean * torch.randn(shape.H)
     upstream = torch.randn(1, shape.T, shape.H)
@@ -157,13 +164,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="timed runs of each contestant")
     parser.add_argument("--mean", type=float, default=0.2, help="common mean of the inputs, in standard deviations")
     options = parser.parse_args()
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(2)
-    used = {**versions("torch", "deepspeed", "transformers", "numpy"), "threads": str(torch.get_num_threads())}
+    used = {**versions("torch", "deepspeed", "transformers", "numpy"), "threads": str(THREADS)}
     results: list[Result] = []
-    for shape in SHAPES:
-        for activation in ("gelu", "swiglu"):
-            results += measure(shape, activation, rounds=options.rounds, mean=options.mean)
+    jobs = [(shape, activation) for shape in SHAPES for activation in ("gelu", "swiglu")]
+    context = multiprocessing.get_context("spawn")
+    for shape, activation in track(jobs, "measuring", console=Console(stderr=True), transient=True):
+        with context.Pool(1) as fresh_process:
+            results += fresh_process.apply(measure, (shape, activation, options.rounds, options.mean))
     report(results, as_json=options.json, used=used, title="One MoE layer, forward and backward")
 
 

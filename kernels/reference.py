@@ -10,12 +10,15 @@ agree bit by bit.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from .host_threads import Segment, run_workers, worker_parts
 
 aten = torch.ops.aten
 
@@ -147,23 +150,26 @@ def expert_mlp_forward(
 
     Example: one expert with up = down = [[2]] and relu, x = [[3]], row_ids [0], weights [.5]: up 6, y 6.
     """
-    dtype, accumulator = x_RD.dtype, accumulator_dtype(x_RD.dtype)
     num_assignments, width = row_ids_M.numel(), experts.up[0].shape[0]
     up_MF = x_RD.new_empty((num_assignments, width))
     gate_MF = x_RD.new_empty((num_assignments, width)) if activation == "swiglu" else None
-    y_RD = torch.zeros_like(x_RD, dtype=accumulator)
-    scratch = _Scratch(x_RD, max(counts, default=0))
-    for expert, rows in _busy_experts(counts):
-        ids, weight_N1 = row_ids_M[rows], weights_M[rows, None]
-        x = torch.index_select(x_RD, 0, ids, out=scratch.rows("x", rows, like=x_RD))
-        up = _linear(x, experts.up, experts.up_bias, expert, out=up_MF[rows])
-        gate = _linear(x, experts.gate, experts.gate_bias, expert, out=gate_MF[rows]) if gate_MF is not None else None
-        hidden = _activate(up, gate, activation, scratch, rows).mul_(weight_N1).to(dtype)
-        y = torch.mm(hidden, experts.down[expert].t(), out=scratch.rows("y", rows, like=x_RD))
-        if experts.down_bias:
-            y.add_(experts.down_bias[expert] * weight_N1.to(dtype))
-        y_RD.index_add_(0, ids, y.to(accumulator))
-    return y_RD.to(dtype), up_MF, gate_MF
+
+    def run(part: list[Segment], y_RD: Tensor, scratch: _Scratch) -> None:
+        for expert, rows in part:
+            ids, weight_N1 = row_ids_M[rows], weights_M[rows, None]
+            x = torch.index_select(x_RD, 0, ids, out=scratch("x", rows))
+            up = _linear(x, experts.up, experts.up_bias, expert, out=up_MF[rows])
+            gate = None
+            if gate_MF is not None:
+                gate = _linear(x, experts.gate, experts.gate_bias, expert, out=gate_MF[rows])
+            hidden = _activate(up, gate, activation, scratch, rows).mul_(weight_N1).to(x.dtype)
+            y = torch.mm(hidden, experts.down[expert].t(), out=scratch("y", rows))
+            if experts.down_bias:
+                y.add_(experts.down_bias[expert] * weight_N1.to(y.dtype))
+            y_RD.index_add_(0, ids, y.to(y_RD.dtype))
+
+    y_RD = _over_experts(run, counts, x_RD, width, products=2 if gate_MF is None else 3)
+    return y_RD.to(x_RD.dtype), up_MF, gate_MF
 
 
 def expert_mlp_backward(
@@ -182,57 +188,83 @@ def expert_mlp_backward(
 
     The activation is computed again from the pre-activations. An expert without rows gets exact zeros.
     """
-    dtype, accumulator = x_RD.dtype, accumulator_dtype(x_RD.dtype)
-    grad_x_RD = torch.zeros_like(x_RD, dtype=accumulator)
+    accumulator = accumulator_dtype(x_RD.dtype)
     grad_weights_M = torch.empty_like(weights_M)
     grads = {field: [torch.empty_like(w) for w in getattr(experts, field)] for field in ExpertWeights.FIELDS}
     for expert, count in enumerate(counts):
         if not count:
             for found in filter(None, grads.values()):
                 found[expert].zero_()
-    scratch = _Scratch(x_RD, max(counts, default=0))
-    for expert, rows in _busy_experts(counts):
-        ids, weight_N1 = row_ids_M[rows], weights_M[rows, None]
-        x = torch.index_select(x_RD, 0, ids, out=scratch.rows("x", rows, like=x_RD))
-        dy = torch.index_select(grad_y_RD, 0, ids, out=scratch.rows("dy", rows, like=x_RD))
-        up, gate = up_MF[rows], gate_MF[rows] if gate_MF is not None else None
-        d_hidden = torch.mm(dy, experts.down[expert], out=scratch.rows("d_hidden", rows, like=up)).to(accumulator)
-        hidden, d_up, d_gate, grad_weights_M[rows] = _activation_backward(
-            d_hidden, up, gate, weight_N1, activation, scratch, rows
-        )
-        torch.mm(dy.t(), hidden.to(dtype), out=grads["down"][expert])
-        if experts.down_bias:
-            torch.sum(dy * weight_N1.to(dtype), 0, out=grads["down_bias"][expert])
-            bias = experts.down_bias[expert].to(accumulator)
-            grad_weights_M[rows] += torch.mv(dy.to(accumulator), bias)
-        dx = scratch.rows("dx", rows, like=x_RD)
-        torch.mm(_linear_grads(d_up.to(dtype), x, expert, grads["up"], grads["up_bias"]), experts.up[expert], out=dx)
-        if d_gate is not None:
-            d_gate = _linear_grads(d_gate.to(dtype), x, expert, grads["gate"], grads["gate_bias"])
-            dx.addmm_(d_gate, experts.gate[expert])
-        grad_x_RD.index_add_(0, ids, dx.to(accumulator))
-    return grad_x_RD.to(dtype), grad_weights_M, ExpertWeights(**grads)
+
+    def run(part: list[Segment], grad_x_RD: Tensor, scratch: _Scratch) -> None:
+        for expert, rows in part:
+            ids, weight_N1 = row_ids_M[rows], weights_M[rows, None]
+            x = torch.index_select(x_RD, 0, ids, out=scratch("x", rows))
+            dy = torch.index_select(grad_y_RD, 0, ids, out=scratch("y", rows))
+            up, gate = up_MF[rows], gate_MF[rows] if gate_MF is not None else None
+            d_hidden = torch.mm(dy, experts.down[expert], out=scratch("d_hidden", rows))
+            hidden, d_up, d_gate, d_weight = _activation_backward(
+                d_hidden.to(accumulator), up, gate, weight_N1, activation, scratch, rows
+            )
+            torch.mm(dy.t(), hidden.to(dy.dtype), out=grads["down"][expert])
+            if experts.down_bias:
+                torch.sum(dy * weight_N1.to(dy.dtype), 0, out=grads["down_bias"][expert])
+                d_weight += torch.mv(dy.to(accumulator), experts.down_bias[expert].to(accumulator))
+            grad_weights_M[rows] = d_weight
+            d_up = _linear_grads(d_up.to(x.dtype), x, expert, grads["up"], grads["up_bias"])
+            dx = torch.mm(d_up, experts.up[expert], out=scratch("dx", rows))
+            if d_gate is not None:
+                d_gate = _linear_grads(d_gate.to(x.dtype), x, expert, grads["gate"], grads["gate_bias"])
+                dx.addmm_(d_gate, experts.gate[expert])
+            grad_x_RD.index_add_(0, ids, dx.to(grad_x_RD.dtype))
+
+    grad_x_RD = _over_experts(run, counts, x_RD, up_MF.shape[1], products=4 if gate_MF is None else 6)
+    return grad_x_RD.to(x_RD.dtype), grad_weights_M, ExpertWeights(**grads)
 
 
 class _Scratch:
-    """Buffers that the experts use one after the other, so that they stay in cache and are allocated once."""
+    """Buffers that a worker's experts use one after the other: allocated once, in cache while in use.
 
-    def __init__(self, like: Tensor, max_rows: int) -> None:
-        self._like, self._max_rows = like, max_rows
+    ``x``, ``y`` and ``dx`` are rows of the model's width and dtype, ``d_hidden`` of the experts' width, all others of
+    the experts' width in the accumulator's dtype.
+    """
+
+    def __init__(self, x_RD: Tensor, width: int, max_rows: int) -> None:
+        self._x_RD, self._width, self._max_rows = x_RD, width, max_rows
         self._buffers: dict[str, Tensor] = {}
 
-    def rows(self, name: str, rows: slice, *, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The first rows of the buffer ``name``, as many as the slice has, as wide as ``like``."""
-        if name not in self._buffers:
-            shape = (self._max_rows, like.shape[1])
-            self._buffers[name] = torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
-        return self._buffers[name][: rows.stop - rows.start]
+    def __call__(self, name: str, rows: slice) -> Tensor:
+        """The first rows of the buffer ``name``, as many as the slice has."""
+        buffer = self._buffers.get(name)
+        if buffer is None:
+            width = self._x_RD.shape[1] if name in ("x", "y", "dx") else self._width
+            dtype = self._x_RD.dtype
+            dtype = dtype if name in ("x", "y", "dx", "d_hidden") else accumulator_dtype(dtype)
+            buffer = self._buffers[name] = self._x_RD.new_empty((self._max_rows, width), dtype=dtype)
+        return buffer[: rows.stop - rows.start]
 
 
-def _busy_experts(counts: Sequence[int]) -> list[tuple[int, slice]]:
-    """Experts that have rows, each with its segment: counts [2, 0, 1] gives (0, 0:2), (2, 2:3)."""
+def _over_experts(
+    run: Callable[[list[Segment], Tensor, _Scratch], None],
+    counts: Sequence[int],
+    x_RD: Tensor,
+    width: int,
+    *,
+    products: int,
+) -> Tensor:
+    """Calls ``run(experts and their rows, sum_RD, scratch)`` on one or more threads; returns the sum of their sums.
+
+    ``products`` is the number of matrix products of each row.
+    """
     ends = itertools.accumulate(counts)
-    return [(i, slice(end - count, end)) for i, (count, end) in enumerate(zip(counts, ends, strict=True)) if count]
+    busy = [(i, slice(end - count, end)) for i, (count, end) in enumerate(zip(counts, ends, strict=True)) if count]
+    parts = worker_parts(busy, like=x_RD, flops_per_row=2.0 * products * width * x_RD.shape[1])
+    sums = [torch.zeros_like(x_RD, dtype=accumulator_dtype(x_RD.dtype)) for _ in parts]
+    scratches = [_Scratch(x_RD, width, max(counts, default=0)) for _ in parts]
+    run_workers([partial(run, *job) for job in zip(parts, sums, scratches, strict=True)])
+    for other in sums[1:]:
+        sums[0] += other
+    return sums[0]
 
 
 def _linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], expert: int, *, out: Tensor) -> Tensor:
@@ -256,7 +288,7 @@ def _approximation(activation: Activation) -> str:
 def _activate(up: Tensor, gate: Tensor | None, activation: Activation, scratch: _Scratch, rows: slice) -> Tensor:
     """Post-activation in the accumulator's dtype, in a scratch buffer."""
     up = up.to(accumulator_dtype(up.dtype))
-    out = scratch.rows("hidden", rows, like=up)
+    out = scratch("hidden", rows)
     if gate is not None:
         return aten.silu.out(gate.to(up.dtype), out=out).mul_(up)
     if activation == "relu":
@@ -278,7 +310,7 @@ def _activation_backward(
     All in the accumulator's dtype and in scratch buffers; ``d_hidden`` is overwritten.
     """
     up = up.to(d_hidden.dtype)
-    product = scratch.rows("product", rows, like=up)
+    product = scratch("product", rows)
     if gate is None:
         hidden = _activate(up, None, activation, scratch, rows)
         d_weight = torch.mul(d_hidden, hidden, out=product).sum(1)
@@ -290,10 +322,12 @@ def _activation_backward(
             aten.gelu_backward.grad_input(d_hidden, up, approximate=approximate, grad_input=d_hidden)
         return hidden.mul_(weight_N1), d_hidden, None, d_weight
     gate = gate.to(d_hidden.dtype)
-    silu = aten.silu.out(gate, out=scratch.rows("silu", rows, like=up))
-    hidden = torch.mul(silu, up, out=scratch.rows("hidden", rows, like=up))
+    sigmoid = torch.sigmoid(gate, out=scratch("sigmoid", rows))
+    silu = torch.mul(gate, sigmoid, out=scratch("silu", rows))
+    hidden = torch.mul(silu, up, out=scratch("hidden", rows))
     d_weight = torch.mul(d_hidden, hidden, out=product).sum(1)
     d_hidden.mul_(weight_N1)
-    d_gate = torch.mul(d_hidden, up, out=product)
-    aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
+    # silu' = sigmoid + silu * (1 - sigmoid): one exponential for silu and its derivative.
+    slope = torch.addcmul(silu, sigmoid, torch.sub(1.0, silu, out=product), out=sigmoid)
+    d_gate = torch.mul(d_hidden, up, out=product).mul_(slope)
     return hidden.mul_(weight_N1), silu.mul_(d_hidden), d_gate, d_weight
