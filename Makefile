@@ -65,6 +65,3 @@ clean:
 .venv/.installed-test: requirements/test.txt .venv/.installed-cpu
 	$(PIP) install -r requirements/test.txt
 	touch $@
-
-
-	touch $@
