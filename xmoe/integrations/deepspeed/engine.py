@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import os
 import sys
@@ -30,6 +31,7 @@ from .checks import (
 )
 from .gradients import mend_gradient_norm
 from .moe import MoE
+from .pipeline import check_pipeline, loss_scale_of, share_groups
 
 
 def init_distributed(**options: Any) -> None:
@@ -97,9 +99,12 @@ def initialize(
     raise_together(error)
     assert model is not None
     same_everywhere(content, "the DeepSpeed config")
+    layers = _moe_layers(model)
     if not isinstance(model, PipelineModule):  # whose stages hold different layers
-        layers = [(name, layer.num_experts, layer.ep_size) for name, layer in _moe_layers(model)]
-        same_everywhere(layers, "the model's list of MoE layers")
+        sizes = [(name, layer.num_experts, layer.ep_size) for name, layer in layers]
+        same_everywhere(sizes, "the model's list of MoE layers")
+    data_first = bool(content.get("use_data_before_expert_parallelism", False))
+    has_experts = share_groups(model, layers, data_first=data_first)
     engine, *rest = deepspeed.initialize(
         args=_without_config(args),
         model=model,
@@ -114,8 +119,11 @@ def initialize(
         config=content,
         mesh_param=mesh_param,
     )
-    mend_gradient_norm(engine)
-    guard_checkpoints(engine)
+    for _, layer in layers:
+        layer.loss_scale = functools.partial(loss_scale_of, engine)
+    if has_experts or engine.has_moe_layers:
+        mend_gradient_norm(engine)
+        guard_checkpoints(engine)
     _move_bias_with_steps(engine)
     return engine, *rest
 
@@ -138,6 +146,7 @@ def _configure(model: nn.Module, content: dict[str, Any], optimizer: Any, model_
         return
     stage = zero_stage(content)
     check_model(layers)
+    check_pipeline(model, layers, zero_stage=stage)
     if isinstance(optimizer, torch.optim.Optimizer):
         check_optimizer(model, optimizer.param_groups, zero_stage=stage)
     elif optimizer is None:

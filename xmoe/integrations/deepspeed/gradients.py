@@ -2,7 +2,8 @@
 
     fp32, ZeRO 0              no global norm; clips each rank by the mean of the ranks' norms
     bf16 or fp16, ZeRO 0      FP16_UnfusedOptimizer leaves the experts out of the norm and of the clipping factor
-    ZeRO 1 and 2              right, but with tensor parallelism experts count on its first rank only
+    ZeRO 1 and 2              right, but with tensor parallelism experts count on its first rank only, and in a
+                              pipeline stages with another number of parameter groups wait for each other forever
 
 The true norm is that of the model's gradient: every replicated parameter once, every expert once, whichever rank
 holds it.
@@ -18,7 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import ReduceOp
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
@@ -45,7 +48,7 @@ def true_gradient_norm(marked: Iterable[tuple[nn.Parameter, Tensor | None]], *, 
     experts_are_split = groups._get_expert_model_parallel_world_size() > 1
     is_first = bwc_tensor_model_parallel_rank(mpu) == 0
     for parameter, gradient in marked:
-        if gradient is None:
+        if gradient is None or getattr(parameter, "ds_pipe_replicated", False):  # tied: another stage counts it
             continue
         square = gradient.detach().to(torch.float32).square().sum(dtype=torch.float64)
         is_counted_here = is_first or is_model_parallel_parameter(parameter)
@@ -68,10 +71,16 @@ def true_gradient_norm(marked: Iterable[tuple[nn.Parameter, Tensor | None]], *, 
 
 
 def mend_gradient_norm(engine: Any) -> None:
-    """Makes ``engine.get_global_grad_norm()`` and gradient clipping true, by rebinding methods."""
-    if not engine.has_moe_layers:
-        return
-    if engine.zero_optimization():
+    """Makes ``engine.get_global_grad_norm()`` and gradient clipping true, by rebinding methods.
+
+    Of a model that has experts somewhere: a stage of a pipeline may have none.
+    """
+    if isinstance(engine.optimizer, BF16_Optimizer):
+        if engine.pipeline_parallelism:
+            _mend_bf16_stages(engine.optimizer)
+    elif engine.zero_optimization():
+        if engine.pipeline_parallelism:
+            _mend_zero_stages(engine.optimizer)
         if bwc_tensor_model_parallel_world_size(engine.mpu) > 1:
             _mend_zero(engine.optimizer)
     elif isinstance(engine.optimizer, FP16_UnfusedOptimizer):
@@ -88,6 +97,41 @@ def _mend_zero(optimizer: Any) -> None:
     for name in ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"):
         if hasattr(optimizer, name):
             setattr(optimizer, name, _counting_experts(optimizer, getattr(optimizer, name)))
+
+
+def _mend_zero_stages(optimizer: Any) -> None:
+    """Sums the norm over the stages once, where DeepSpeed does so for each of a stage's parameter groups."""
+    scaled_global_norm, sum_over_model = optimizer.scaled_global_norm, optimizer._model_parallel_all_reduce
+
+    def norm(norm_type: int = 2) -> Tensor:
+        optimizer._model_parallel_all_reduce = lambda tensor, op: None
+        try:
+            own = scaled_global_norm(norm_type)  # of this stage; infinite where it is invalid
+        finally:
+            optimizer._model_parallel_all_reduce = sum_over_model
+        square = own.double().square()
+        sum_over_model(tensor=square, op=ReduceOp.SUM)
+        return square.sqrt().to(own.dtype)
+
+    optimizer.scaled_global_norm = norm
+
+
+def _mend_bf16_stages(optimizer: Any) -> None:
+    """Lets every stage count all groups of experts, of which it may have none: one all-reduce each."""
+    gradients_of = optimizer.get_grads_for_norm
+    if not optimizer.has_moe_layers:
+        optimizer.has_moe_layers, optimizer.expert_gradients = True, {}
+
+    def gradients(for_clipping: bool = False) -> Any:
+        found = gradients_of(for_clipping)
+        if for_clipping:
+            return found
+        dense, experts = found
+        zero = torch.zeros(1, device=get_accelerator().current_device_name())
+        names = sorted(groups._get_expert_parallel_group_dict())
+        return dense or [zero], {name: experts.get(name) or [zero] for name in names}
+
+    optimizer.get_grads_for_norm = gradients
 
 
 def _counting_experts(optimizer: Any, norm_of: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ from ...dispatch.local import LocalDispatcher
 from ...groups import warm_up
 from ...layer import RoutedMLP
 from ...ops.collectives import Exchange
+from ...ops.losses import carry_loss
 from ...router import RouterSettings, TopKRouter
 
 _JITTER_EPSILON = 1e-2  # of DeepSpeed's noisy_gate_policy 'Jitter'
@@ -213,6 +214,7 @@ class MoE(native_layer.MoE):
         }
         _check_numbers(self._routing)
         self.layer_name = "MoE"
+        self.loss_scale: Callable[[], float] = _one
         self.use_residual = use_residual
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
         self.ep_size = ep_size
@@ -275,6 +277,19 @@ class MoE(native_layer.MoE):
         output: tuple[Tensor, Tensor, Tensor] = super().forward(hidden_states, used_token)
         return output
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "loss_scale": _one}  # a copy is no part of the engine
+
+    def carry_loss(self, output: Tensor, loss: Tensor) -> Tensor:
+        """``output``, unchanged, whose backward also adds ``loss``'s gradient, as if the model's loss had it as a term.
+
+        For pipelines, whose stages pass on nothing but activations: ``self.moe.carry_loss(x + y, 0.01 * l_aux)``.
+        Under ``xmoe.initialize`` the gradient is scaled as the engine scales the model's loss (by the number of
+        micro-batches and by a loss scale); without an engine by 1. A loss carried must not be added to the model's
+        loss as well.
+        """
+        return carry_loss(output, loss, self.loss_scale)
+
     def _create_process_groups(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Called by the engine, on every rank and in module order: makes the groups, as DeepSpeed lays them out."""
         super()._create_process_groups(use_data_before_expert_parallel_)
@@ -299,6 +314,20 @@ class MoE(native_layer.MoE):
         )
         warm_up(group, torch.device(get_accelerator().current_device_name()))
         self.deepspeed_moe.set_dispatcher(FlatDispatcher(exchange))
+
+
+def make_groups(ep_size: int, *, expert_tensor_parallelism: bool, data_first: bool) -> None:
+    """DeepSpeed's groups for layers of ``ep_size``, unless there are. A collective of all ranks."""
+    if f"ep_size_{ep_size}" in groups._get_expert_parallel_group_dict():
+        return
+    if groups.mpu is not None and expert_tensor_parallelism:
+        groups._create_expert_data_and_model_parallel(ep_size, groups.mpu, data_first)
+    else:
+        groups._create_expert_and_data_parallel(ep_size, use_data_before_expert_parallel_=data_first)
+
+
+def _one() -> float:
+    return 1.0
 
 
 @dataclass
