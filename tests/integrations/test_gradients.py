@@ -111,16 +111,17 @@ def _norm_of_this_model(cases):
         after = gather_whole(net)
         moved = torch.stack([(after[key] - whole[key]).square().sum() for key in whole]).sum().sqrt() / LR
         clip = options.get("clip", 0.0)
-        expected = min(clip, expected_norms[0]) if clip else expected_norms[0]
+        assert clip < 0.8 * expected_norms[0], "the clipping would not show"
+        expected = clip or expected_norms[0]
         # bf16 parameters round each step away to 3 digits.
         assert float(moved) == pytest.approx(expected, rel=0.2), (case, type(engine.optimizer).__name__)
 
 
 def test_bfloat16_norms_and_clipping_equal_the_reference():
     fp32_sums = {"data_types": {"grad_accum_dtype": "fp32"}}
-    cases = [{"ep_size": e, "stage": s, "clip": c} for e in (2, 4) for s in (0, 1, 2) for c in (0.0, 20.0)]
-    cases += [{"ep_size": 2, "stage": 1, "clip": c, **fp32_sums} for c in (0.0, 20.0)]
-    cases += [{"ep_size": 2, "stage": 0, "clip": c, "fused": True} for c in (0.0, 20.0)]
+    cases = [{"ep_size": e, "stage": s, "clip": c} for e in (2, 4) for s in (0, 1, 2) for c in (0.0, 0.5)]
+    cases += [{"ep_size": 2, "stage": 1, "clip": c, **fp32_sums} for c in (0.0, 0.5)]
+    cases += [{"ep_size": 2, "stage": 0, "clip": c, "fused": True} for c in (0.0, 0.5)]
     run_ranks(4, _norm_of_this_model, cases, timeout_s=100)
 
 
