@@ -15,7 +15,7 @@ import typer
 from xmoe import __version__
 from xmoe.config import ConfigError, TrainConfig, json_schema, read_json, read_train_config
 
-from .env import ProcessPlace, find_place
+from .env import ProcessPlace, find_place, is_launched
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,8 @@ _INSTALL = {
     "torch": 'pip install torch  (CPU: add "--index-url https://download.pytorch.org/whl/cpu"; on a ROCm or CUDA '
     "machine use its own build)",
     "deepspeed": 'pip install "deepspeed>=0.19.8,<0.20"',
+    "mpi4py": 'build it for the MPI of this machine, "pip install --no-binary mpi4py mpi4py" (a machine without MPI: '
+    '"pip install mpi4py mpich"), or set MASTER_ADDR and MASTER_PORT',
 }
 
 app = typer.Typer(
@@ -88,10 +90,10 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the run's newest checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run of this name.")] = False,
 ) -> None:
-    """Train the reference model; start it once per rank with torchrun, deepspeed or srun."""
+    """Train the reference model; start it once per rank with torchrun, deepspeed, srun or mpiexec."""
     from xmoe.training.stop import StopRequest
 
-    stop = StopRequest.install(os.environ)
+    stop = StopRequest.install(launched=is_launched(os.environ))
     place = find_place(os.environ)
     overrides = [*(set_ or [])]
     overrides += [f"run.name={json.dumps(name)}"] if name is not None else []

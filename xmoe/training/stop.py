@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -29,12 +28,11 @@ class StopRequest:
         self._runner_pid = _parent_of(launcher_pid) if launcher_pid is not None and two_levels else None
 
     @classmethod
-    def install(cls, environ: Mapping[str, str]) -> StopRequest:
-        """Takes over the two signals of this process, and watches its parent if a launcher started it.
+    def install(cls, *, launched: bool) -> StopRequest:
+        """Takes over the two signals of this process, and watches its parent if a launcher started it (``launched``).
 
         Without a launcher the parent is a shell, which may well end before a job in the background does.
         """
-        launched = "WORLD_SIZE" in environ or "SLURM_PROCID" in environ
         request = cls(launcher_pid=os.getppid() if launched else None)
         for number in STOP_SIGNALS:
             signal.signal(number, request._remember)
