@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,10 @@ def _child(module: nn.Module, name: str) -> nn.Linear:
     return child
 
 
+def _decide_now(decide: Callable[[], Any]) -> Any:
+    return decide()
+
+
 class Experts(nn.Module):
     """The experts of one rank, run over ragged rows.
 
@@ -106,10 +111,17 @@ class Experts(nn.Module):
         assert isinstance(mlps, nn.ModuleList)
         return mlps
 
-    def forward(self, rows: Rows, plan: DispatchPlan) -> Tensor:
-        """``y_RD``: for each row the weighted sum of its assignments' experts, in the rows' dtype."""
+    def forward(
+        self, rows: Rows, plan: DispatchPlan, *, decide: Callable[[Callable[[], Any]], Any] = _decide_now
+    ) -> Tensor:
+        """``y_RD``: for each row the weighted sum of its assignments' experts, in the rows' dtype.
+
+        ``decide`` says whether the experts run fused, or what was recorded (see ``xmoe.replay``): a profiler hooks
+        them in the forward only, and a recompute that keeps other tensors than the forward is refused by torch.
+        """
         experts = self.modules_in_order()
-        if self.formula is None or not all(map(self._is_plain, experts)):
+        fused = decide(lambda: self.formula is not None and all(map(self._is_plain, experts)))
+        if self.formula is None or not fused:
             return self._loop(rows, plan)
         x_RD, weights = rows.x_RD, self.formula.weights(experts)
         device_type = x_RD.device.type

@@ -78,7 +78,7 @@ class RoutedMLP(nn.Module):
         buffer = permute(routing, decide=decide)
         plan = decide(lambda: self.dispatcher.plan(buffer))
         rows = self.dispatcher.dispatch(x_TD, buffer, plan)
-        y_RD = self.experts(rows, plan)
+        y_RD = self.experts(rows, plan, decide=decide)
         out_TD = self.dispatcher.combine(y_RD, buffer, plan)
         self._count(routing, plan, decide, row_bytes=x_TD.shape[1] * x_TD.element_size())
         output = out_TD.view_as(hidden_states)

@@ -32,6 +32,7 @@ from .checks import (
 from .gradients import mend_gradient_norm
 from .moe import MoE
 from .pipeline import check_pipeline, loss_scale_of, share_groups
+from .timing import start_times_with_each_log
 
 
 def init_distributed(**options: Any) -> None:
@@ -124,6 +125,7 @@ def initialize(
     if has_experts or engine.has_moe_layers:
         mend_gradient_norm(engine)
         guard_checkpoints(engine)
+    start_times_with_each_log(engine)
     _move_bias_with_steps(engine)
     return engine, *rest
 

@@ -31,6 +31,8 @@ from ...layer import RoutedMLP
 from ...ops.collectives import Exchange
 from ...ops.losses import carry_loss
 from ...router import RouterSettings, TopKRouter
+from ...types import Routing
+from .timing import measured, timed_forward
 
 _JITTER_EPSILON = 1e-2  # of DeepSpeed's noisy_gate_policy 'Jitter'
 
@@ -68,6 +70,10 @@ class TopKGate(TopKRouter, native_moe.TopKGate):
         self.timers = SynchronizedWallClockTimer()
         self.wall_clock_breakdown = False
         self.gate_time = 0.0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Routing:
+        with measured(self, native_moe.TOPK_GATE_TIMER, "gate_time"):
+            return super().forward(*args, **kwargs)
 
 
 class Experts(core_experts.Experts, native_experts.Experts):
@@ -135,7 +141,8 @@ class MOELayer(RoutedMLP, native_moe.MOELayer):
         return {**self.__dict__, "l_aux": None, "exp_counts": None}
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Tensor:
-        output, self.l_aux, self.exp_counts = RoutedMLP.forward(self, hidden_states, used_token)
+        forward = timed_forward if self.wall_clock_breakdown else RoutedMLP.forward
+        output, self.l_aux, self.exp_counts = forward(self, hidden_states, used_token)
         return output
 
 
