@@ -46,6 +46,23 @@ def top_k_ids(scores_TE: Tensor, top_k: int) -> Tensor:
     return ids_TK
 
 
+def experts_of_best_groups(scores_TE: Tensor, *, num_groups: int, num_limited: int, num_counted: int) -> Tensor:
+    """bool ``[T, E]``: True for the experts of each token's ``num_limited`` best groups.
+
+    Groups are ``num_groups`` equal runs of consecutive experts. A group's score is the sum of its ``num_counted``
+    best experts' scores (of all, where it has fewer); of equal groups the lowest wins.
+
+    Example: scores [[5, 0, 3, 3]], 2 groups, 1 limited: the second group at 2 counted, the first at 1.
+    """
+    num_tokens, num_experts = scores_TE.shape
+    scores_TGe = scores_TE.view(num_tokens, num_groups, num_experts // num_groups)
+    best_TGc = scores_TGe.topk(min(num_counted, scores_TGe.shape[2]), dim=2).values
+    group_ids_TL = top_k_ids(best_TGc.sum(dim=2), num_limited)
+    chosen_TG = torch.zeros((num_tokens, num_groups), dtype=torch.bool, device=scores_TE.device)
+    chosen_TG.scatter_(1, group_ids_TL, True)
+    return chosen_TG.repeat_interleave(num_experts // num_groups, dim=1)
+
+
 def count_ids(ids: Tensor, num_bins: int) -> Tensor:
     """int64 ``[num_bins]``: how often each id occurs; negative ids are not counted.
 

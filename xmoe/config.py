@@ -72,12 +72,33 @@ class XMoEConfig(_Section):
         None,
         description="Divide a token's combine weights by their sum; null is DeepSpeed's rule: at k > 1 only.",
     )
+    num_expert_groups: int | None = Field(
+        None,
+        ge=1,
+        description="Group-limited (node-limited) routing: the experts in this many equal groups of consecutive ids. "
+        "A token takes experts of num_limited_groups groups only; null: of any. With num_expert_groups = ep_size it "
+        "sends to at most that many ranks.",
+    )
+    num_limited_groups: int | None = Field(
+        None, ge=1, description="Groups whose experts a token may take; needs num_expert_groups."
+    )
+    group_score: Literal["top2_sum", "max"] = Field(
+        "top2_sum",
+        description="What ranks the groups: the sum of a group's two best scores, correction bias included "
+        "(DeepSeek-V3), or its best score (DeepSeek-V2).",
+    )
     routed_scaling_factor: float = Field(1.0, gt=0, description="Factor on all combine weights.")
     aux_loss_coefficient: float = Field(
         1.0,
         ge=0,
         description="Factor on the load-balancing loss inside the returned l_aux; the training script's own "
         "coefficient multiplies l_aux as with DeepSpeed.",
+    )
+    aux_loss_scope: Literal["micro_batch", "sequence", "global_batch"] = Field(
+        "micro_batch",
+        description="Tokens whose selections the load-balancing loss balances: this rank's of one forward (DeepSpeed); "
+        "each sequence's, for hidden states [..., sequence, hidden] (DeepSeek-V3); or all data-parallel ranks' of "
+        "the optimizer step so far, at one small all-reduce per layer and forward.",
     )
     z_loss_coefficient: float = Field(
         0.0, ge=0, description="Factor on mean(logsumexp(logits)^2) inside the returned l_aux."

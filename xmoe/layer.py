@@ -5,6 +5,7 @@ Read ``forward`` from top to bottom: it is the layer.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -69,12 +70,13 @@ class RoutedMLP(nn.Module):
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """``(output, aux_loss, selected_per_expert)`` for ``hidden_states`` of shape ``[..., D]``.
 
+        For a loss per sequence the last dimension but one runs over the tokens of a sequence.
         ``used_token`` ``[...]`` (or flat): tokens that are 0 or False there take no routed expert. Any number of
         tokens works, none too, and may differ from rank to rank; every rank of the group must make the call.
         """
         decide = decisions_for(self)
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-        routing = self.gate(x_TD, used_token, decide=decide)
+        routing = self.gate(x_TD, used_token, num_sequences=math.prod(hidden_states.shape[:-2]), decide=decide)
         buffer = permute(routing, decide=decide)
         plan = decide(lambda: self.dispatcher.plan(buffer))
         rows = self.dispatcher.dispatch(x_TD, buffer, plan)
@@ -100,8 +102,7 @@ class RoutedMLP(nn.Module):
         return LoadCounters(selected_E=zeros_E, routed_E=zeros_E.clone())
 
     def _count(self, routing: Routing, plan: DispatchPlan, decide: Decisions, *, row_bytes: int) -> None:
-        trained = torch.is_grad_enabled() or decide.recorded
-        if decide.replaying or not self.training or not trained:
+        if decide.replaying or not self.gate.trains(decide):
             return
         self.gate.count_step(routing.selected_per_expert_E)
         counters = self.counters

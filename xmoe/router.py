@@ -5,8 +5,9 @@ replayed under activation checkpointing); scores, weights and losses are differe
 
 Sources: top-1 and top-2 gating with capacity, Switch Transformer (arXiv 2101.03961, sections 2.1-2.2) and GShard
 (arXiv 2006.16668, algorithm 1); z-loss, ST-MoE (arXiv 2202.08906, eq. 5); sigmoid scores and auxiliary-loss-free
-balancing, DeepSeek-V3 (arXiv 2412.19437, eqs. 12-16) and arXiv 2408.15664, algorithm 1. The formulas of the
-load-balancing loss are those of DeepSpeed's ``top1gating``, ``top2gating`` and ``topkgating``.
+balancing, DeepSeek-V3 (arXiv 2412.19437, eqs. 12-16) and arXiv 2408.15664, algorithm 1; groups of experts,
+DeepSeek-V2 (arXiv 2405.04434, section 2.2.2) and DeepSeek-V3 (section 2.1.2). The load-balancing loss is that of
+DeepSpeed's ``top1gating``, ``top2gating`` and ``topkgating``, or of another scope (``xmoe.balance``).
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from .balance import AuxLossScope, BalanceLoads, GlobalLoads, balancing_loss, loads_of_parts
+from .config import ConfigError
 from .kernels import reference
 from .ops.routing import router_logits, top_k_weights
+from .replay import Decisions, fresh_decisions
 from .types import Routing
 
 
@@ -44,8 +48,12 @@ class RouterSettings:
     input_jitter: float = 0.0
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     normalize_weights: bool | None = None
+    num_expert_groups: int | None = None
+    num_limited_groups: int | None = None
+    group_score: Literal["top2_sum", "max"] = "top2_sum"
     routed_scaling_factor: float = 1.0
     aux_loss_coefficient: float = 1.0
+    aux_loss_scope: AuxLossScope = "micro_batch"
     z_loss_coefficient: float = 0.0
     correction_bias_update_rate: float = 1e-3
     force_balance: bool = False
@@ -75,16 +83,12 @@ class RouterSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class _Selection:
-    """The router's decision. ``balance_counts_E`` is what the load-balancing loss counts as a token's choice."""
+    """The router's decision. ``balance`` is what the load-balancing loss takes as constant."""
 
     ids_TK: Tensor
     selected_per_expert_E: Tensor
     tokens_per_expert_E: Tensor
-    balance_counts_E: Tensor
-
-
-def _decide_now(decide: Callable[[], Any]) -> Any:
-    return decide()
+    balance: BalanceLoads
 
 
 class TopKRouter(nn.Module):
@@ -92,9 +96,9 @@ class TopKRouter(nn.Module):
 
     Parameters and buffers: ``wg.weight`` ``[E, D]``; with ``correction_bias=True`` a saved float32 buffer
     ``correction_bias`` ``[E]``, which stays float32 when the model is converted, and ``step_counts`` ``[E]`` (not
-    saved), the selections since the last optimizer step.
+    saved), the selections since the last optimizer step. ``global_loads`` are those of the loss over the global batch.
 
-    Raises ValueError when ``top_k`` is not in 1..num_experts.
+    Raises ValueError when ``top_k`` is not in 1..num_experts, or when the groups do not fit it.
     """
 
     wg: nn.Linear
@@ -111,6 +115,7 @@ class TopKRouter(nn.Module):
         self.wg = nn.Linear(hidden_size, num_experts, bias=False)
         self.register_buffer("correction_bias", torch.zeros(num_experts) if correction_bias else None)
         self.register_buffer("step_counts", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        self.global_loads = GlobalLoads()
 
     def configure(self, settings: RouterSettings) -> None:
         """Replaces the settings. Raises ValueError when they do not fit the router."""
@@ -131,16 +136,24 @@ class TopKRouter(nn.Module):
         x_TD: Tensor,
         used_token_T: Tensor | None = None,
         *,
-        decide: Callable[[Callable[[], Any]], Any] = _decide_now,
+        num_sequences: int = 1,
+        decide: Decisions | None = None,
     ) -> Routing:
         """Routes ``x_TD``. ``used_token_T``: tokens that are zero or False there take no expert.
 
-        ``decide`` runs the selection, or returns the recorded one (see ``xmoe.replay``).
+        ``num_sequences`` equal sequences lie one after the other in ``x_TD``. ``decide`` runs the selection, or
+        returns the recorded one (see ``xmoe.replay``). With the loss over the global batch a training forward is a
+        collective.
         """
+        decide = fresh_decisions() if decide is None else decide
         with torch.autocast(x_TD.device.type, enabled=False):
-            return self._route(x_TD, self._mask(used_token_T, x_TD.shape[0]), decide)
+            return self._route(x_TD, self._mask(used_token_T, x_TD.shape[0]), num_sequences, decide)
 
-    def _route(self, x_TD: Tensor, used_T: Tensor | None, decide: Callable[[Callable[[], Any]], Any]) -> Routing:
+    def trains(self, decide: Decisions) -> bool:
+        """Whether this forward is a training forward, or its first run under activation checkpointing."""
+        return self.training and (torch.is_grad_enabled() or decide.recorded)
+
+    def _route(self, x_TD: Tensor, used_T: Tensor | None, num_sequences: int, decide: Decisions) -> Routing:
         settings = self.settings
         # Random draws stand outside of the decision, so that a recompute moves the generator as the forward did.
         if self.training and settings.input_jitter:
@@ -148,8 +161,17 @@ class TopKRouter(nn.Module):
             x_TD = x_TD * _uniform(x_TD, 1 - settings.input_jitter, 1 + settings.input_jitter)
         logits_TE = router_logits(x_TD, self.wg.weight)
         scores_TE = torch.softmax(logits_TE, dim=1) if settings.score_function == "softmax" else logits_TE.sigmoid()
-        noise = self._draw(logits_TE)
-        selection: _Selection = decide(lambda: self._select(scores_TE.detach(), logits_TE.detach(), noise, used_T))
+        noise, counted_T, trains = self._draw(logits_TE), self._counted(scores_TE, used_T), self.trains(decide)
+
+        @torch.no_grad()
+        def select() -> _Selection:
+            ids_TK = self._choose(scores_TE, logits_TE, noise)
+            if used_T is not None:
+                ids_TK = ids_TK.masked_fill(~used_T[:, None], -1)
+            loads = self._loads(ids_TK, logits_TE, counted_T, num_sequences=num_sequences, trains=trains)
+            return self._select(ids_TK, scores_TE, noise, loads)
+
+        selection = decide(select)
         weights_TK = top_k_weights(
             scores_TE, selection.ids_TK, normalize=settings.normalizes, scale=settings.routed_scaling_factor
         )
@@ -158,7 +180,7 @@ class TopKRouter(nn.Module):
             topk_weights_TK=weights_TK,
             selected_per_expert_E=selection.selected_per_expert_E,
             tokens_per_expert_E=selection.tokens_per_expert_E,
-            aux_loss=self._aux_loss(logits_TE, scores_TE, used_T, selection.balance_counts_E),
+            aux_loss=self._aux_loss(logits_TE, scores_TE, counted_T, selection.balance),
         )
 
     def _mask(self, used_token_T: Tensor | None, num_tokens: int) -> Tensor | None:
@@ -185,15 +207,32 @@ class TopKRouter(nn.Module):
             noise.priority_TE = _uniform(logits_TE, 0.0, 1.0)
         return noise
 
-    @torch.no_grad()
-    def _select(self, scores_TE: Tensor, logits_TE: Tensor, noise: _Noise, used_T: Tensor | None) -> _Selection:
+    def _counted(self, scores_TE: Tensor, used_T: Tensor | None) -> Tensor:
+        """1 for each token that counts in the losses' means, 0 for the others; in the scores' dtype."""
+        if used_T is None or self.settings.strict_compat:
+            return scores_TE.new_ones(()).expand(scores_TE.shape[0])
+        return used_T.to(scores_TE.dtype)
+
+    def _loads(
+        self, ids_TK: Tensor, logits_TE: Tensor, counted_T: Tensor, *, num_sequences: int, trains: bool
+    ) -> BalanceLoads:
+        """What the load-balancing loss takes as constant. ``ids_TK`` are the selections before any capacity drop."""
         settings, num_experts = self.settings, self.num_experts
-        ids_TK = self._choose(scores_TE, logits_TE, noise)
-        if used_T is not None:
-            ids_TK = ids_TK.masked_fill(~used_T[:, None], -1)
-        selected_E = reference.count_ids(ids_TK, num_experts)
-        balance_E = reference.count_ids(ids_TK[:, :1], num_experts) if settings.top_k == 2 else selected_E
-        tokens_E = selected_E
+        if settings.aux_loss_scope == "sequence":
+            if self.correction_bias is not None or settings.num_expert_groups is not None:
+                # DeepSeek-V3, eq. 18: what the scores alone would select.
+                ids_TK = reference.top_k_ids(logits_TE, settings.top_k).masked_fill(ids_TK < 0, -1)
+            return loads_of_parts(ids_TK, counted_T, num_parts=num_sequences, num_experts=num_experts)
+        if settings.aux_loss_scope == "global_batch":
+            if trains:
+                return self.global_loads.add(ids_TK, counted_T, num_experts)
+        elif settings.top_k == 2:
+            ids_TK = ids_TK[:, :1]
+        return loads_of_parts(ids_TK, counted_T, num_parts=1, num_experts=num_experts)
+
+    def _select(self, ids_TK: Tensor, scores_TE: Tensor, noise: _Noise, loads: BalanceLoads) -> _Selection:
+        settings, num_experts = self.settings, self.num_experts
+        selected_E = tokens_E = reference.count_ids(ids_TK, num_experts)
         if settings.drop_tokens and ids_TK.numel():
             capacity = settings.capacity(ids_TK.shape[0], num_experts, training=self.training)
             ids_TK = ids_TK.masked_fill(self._places(ids_TK, scores_TE, noise, capacity) >= capacity, -1)
@@ -202,7 +241,7 @@ class TopKRouter(nn.Module):
             ids_TK=ids_TK.to(torch.int32),
             selected_per_expert_E=selected_E,
             tokens_per_expert_E=tokens_E,
-            balance_counts_E=balance_E,
+            balance=loads,
         )
 
     def _choose(self, scores_TE: Tensor, logits_TE: Tensor, noise: _Noise) -> Tensor:
@@ -212,10 +251,13 @@ class TopKRouter(nn.Module):
             slots = torch.arange(scores_TE.shape[0] * settings.top_k, device=scores_TE.device)
             return (slots % self.num_experts).view(-1, settings.top_k)
         if self.correction_bias is not None:
-            ranking_TE = scores_TE + self.correction_bias
+            scores_TE = ranking_TE = scores_TE + self.correction_bias
         else:
             # Logits order experts as scores do, and still where scores round to equal numbers, as 1 or 0.
             ranking_TE = scores_TE if settings.strict_compat else logits_TE
+        if settings.num_expert_groups is not None:
+            allowed_TE = self._in_best_groups(scores_TE if settings.group_score == "top2_sum" else ranking_TE)
+            ranking_TE, logits_TE = (x_TE.masked_fill(~allowed_TE, float("-inf")) for x_TE in (ranking_TE, logits_TE))
         if noise.gumbel_TE is None:
             return reference.top_k_ids(ranking_TE, settings.top_k)
         noisy_TE = logits_TE + noise.gumbel_TE
@@ -224,6 +266,17 @@ class TopKRouter(nn.Module):
         first_T1 = reference.top_k_ids(ranking_TE, 1)
         second_T1 = reference.top_k_ids(noisy_TE.scatter(1, first_T1, float("-inf")), 1)
         return torch.cat([first_T1, second_T1], dim=1)
+
+    def _in_best_groups(self, scores_TE: Tensor) -> Tensor:
+        settings = self.settings
+        assert settings.num_expert_groups is not None
+        assert settings.num_limited_groups is not None
+        return reference.experts_of_best_groups(
+            scores_TE,
+            num_groups=settings.num_expert_groups,
+            num_limited=settings.num_limited_groups,
+            num_counted=2 if settings.group_score == "top2_sum" else 1,
+        )
 
     def _places(self, ids_TK: Tensor, scores_TE: Tensor, noise: _Noise, capacity: int) -> Tensor:
         """Place of each assignment in its expert's queue; those at capacity and beyond are dropped."""
@@ -244,29 +297,22 @@ class TopKRouter(nn.Module):
             priorities = torch.zeros_like(ids_TK)
         return reference.ranks_within_expert(ids_TK, priorities, self.num_experts)
 
-    def _aux_loss(self, logits_TE: Tensor, scores_TE: Tensor, used_T: Tensor | None, counts_E: Tensor) -> Tensor:
-        """``aux_loss_coefficient * E / K' * sum(me * ce) + z_loss_coefficient * mean(logsumexp^2)``, a scalar.
+    def _aux_loss(self, logits_TE: Tensor, scores_TE: Tensor, counted_T: Tensor, loads: BalanceLoads) -> Tensor:
+        """``aux_loss_coefficient * E / K' * balancing_loss + z_loss_coefficient * mean(logsumexp^2)``, a scalar.
 
-        ``me`` is the mean score of each expert (of sigmoid scores, of each token's share), ``ce`` the mean number of
-        a token's selections that took it; K' is K, but 1 at k = 2, where only first choices count. Without tokens
-        the loss is 0 and stays connected to the graph.
+        Shares are softmax scores, or sigmoid scores over their sum. K' is K, but 1 for DeepSpeed's loss at k = 2,
+        where only first choices count. Without tokens the loss is 0 and stays connected to the graph.
         """
         settings = self.settings
-        num_tokens = scores_TE.shape[0]
-        if used_T is None or settings.strict_compat:
-            counted_T = scores_TE.new_ones(()).expand(num_tokens)
-        else:
-            counted_T = used_T.to(scores_TE.dtype)
-        num_counted = counted_T.sum().clamp(min=1)
         shares_TE = scores_TE
         if settings.score_function == "sigmoid":
             shares_TE = scores_TE / scores_TE.sum(dim=1, keepdim=True).clamp(min=torch.finfo(scores_TE.dtype).eps)
-        mean_share_E = counted_T @ shares_TE / num_counted
-        mean_count_E = counts_E.to(scores_TE.dtype) / num_counted
-        choices = 1 if settings.top_k == 2 else settings.top_k
-        loss = (mean_share_E * mean_count_E).sum() * (settings.aux_loss_coefficient * self.num_experts / choices)
+        choices = 1 if settings.top_k == 2 and settings.aux_loss_scope == "micro_batch" else settings.top_k
+        loss = balancing_loss(shares_TE, counted_T, loads)
+        loss = loss * (settings.aux_loss_coefficient * self.num_experts / choices)
         if settings.z_loss_coefficient:
-            loss = loss + settings.z_loss_coefficient * (counted_T @ logits_TE.logsumexp(dim=1).square()) / num_counted
+            mean_square = counted_T @ logits_TE.logsumexp(dim=1).square() / counted_T.sum().clamp(min=1)
+            loss = loss + settings.z_loss_coefficient * mean_square
         return loss
 
     def count_step(self, selected_per_expert_E: Tensor) -> None:
@@ -296,12 +342,39 @@ class _Noise:
 def _check(settings: RouterSettings, num_experts: int) -> None:
     if not 1 <= settings.top_k <= num_experts:
         raise ValueError(f"k ({settings.top_k}) must be in 1..num_experts ({num_experts})")
+    _check_groups(settings, num_experts)
     if settings.drop_tokens:
         for name in ("capacity_factor", "eval_capacity_factor"):
             if not getattr(settings, name) > 0:
                 raise ValueError(f"{name} ({getattr(settings, name)}) must be positive when tokens are dropped")
     if settings.min_capacity < 0:
         raise ValueError(f"min_capacity ({settings.min_capacity}) must not be negative")
+
+
+def _check_groups(settings: RouterSettings, num_experts: int) -> None:
+    groups, limited = settings.num_expert_groups, settings.num_limited_groups
+    if settings.strict_compat and settings.aux_loss_scope != "micro_batch":
+        raise ConfigError("xmoe.aux_loss_scope", settings.aux_loss_scope, "strict_compat has 'micro_batch' only")
+    if groups is None or limited is None:
+        if groups is not None or limited is not None:
+            given, missing = ("expert", "limited") if limited is None else ("limited", "expert")
+            raise ConfigError(f"xmoe.num_{given}_groups", groups or limited, f"needs num_{missing}_groups too")
+        if settings.group_score != "top2_sum":
+            raise ConfigError("xmoe.group_score", settings.group_score, "needs num_expert_groups")
+        return
+    if settings.strict_compat:
+        raise ConfigError("xmoe.num_expert_groups", groups, "strict_compat reproduces DeepSpeed, which has no groups")
+    if num_experts % groups:
+        raise ConfigError("xmoe.num_expert_groups", groups, f"must divide num_experts ({num_experts})")
+    if limited > groups:
+        raise ConfigError("xmoe.num_limited_groups", limited, f"must be at most num_expert_groups ({groups})")
+    if settings.top_k > limited * (num_experts // groups):
+        raise ConfigError(
+            "xmoe.num_limited_groups",
+            limited,
+            f"a token takes k ({settings.top_k}) experts, but {limited} of {groups} groups hold "
+            f"{limited * (num_experts // groups)}",
+        )
 
 
 def _gumbel(like: Tensor) -> Tensor:

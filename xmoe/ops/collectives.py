@@ -102,6 +102,14 @@ def finish(work: Any, exchange: Exchange, *, on_host: bool) -> None:
         raise RuntimeError(f"rank {dist.get_rank()}: collective '{exchange.label}' failed: {error}") from error
 
 
+def sum_over_ranks(counts: Tensor, exchange: Exchange) -> tuple[Tensor, int]:
+    """The group's sum of an integer tensor, in a tensor of its own, and the number of ranks in the group."""
+    total = counts.clone()
+    work = dist.all_reduce(total, group=exchange.group, async_op=True)
+    finish(work, exchange, on_host=counts.device.type == "cpu")
+    return total, dist.get_world_size(exchange.group)
+
+
 def exchange_counts(counts: Tensor, exchange: Exchange) -> Tensor:
     """Equal all-to-all of an integer ``[W * n]`` tensor: row w goes to rank w; returns what each rank sent."""
     received = torch.empty_like(counts)

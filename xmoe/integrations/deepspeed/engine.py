@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import logging
 import os
 import sys
 from typing import Any
@@ -20,12 +21,14 @@ from torch import nn
 from ...config import XMoEConfig, parse_section
 from ...groups import raise_together, same_everywhere
 from ...metrics import routed_layers
+from .balance import start_loads_with_steps
 from .checkpoints import guard_checkpoints
 from .checks import (
     check_model,
     check_model_parameters,
     check_optimizer,
     config_as_dict,
+    warn_of_native_layers,
     warn_of_version,
     zero_stage,
 )
@@ -33,6 +36,10 @@ from .gradients import mend_gradient_norm
 from .moe import MoE
 from .pipeline import check_pipeline, loss_scale_of, share_groups
 from .timing import start_times_with_each_log
+
+logger = logging.getLogger(__name__)
+
+native_initialize = deepspeed.initialize  # before patch_deepspeed() puts ours in its place
 
 
 def init_distributed(**options: Any) -> None:
@@ -106,7 +113,7 @@ def initialize(
         same_everywhere(sizes, "the model's list of MoE layers")
     data_first = bool(content.get("use_data_before_expert_parallelism", False))
     has_experts = share_groups(model, layers, data_first=data_first)
-    engine, *rest = deepspeed.initialize(
+    engine, *rest = native_initialize(
         args=_without_config(args),
         model=model,
         optimizer=optimizer,
@@ -127,6 +134,7 @@ def initialize(
         guard_checkpoints(engine)
     start_times_with_each_log(engine)
     _move_bias_with_steps(engine)
+    start_loads_with_steps(engine)
     return engine, *rest
 
 
@@ -144,6 +152,7 @@ def _configure(model: nn.Module, content: dict[str, Any], optimizer: Any, model_
     layers = _moe_layers(model)
     for name, layer in layers:
         layer.configure(settings, name=name)
+    warn_of_native_layers(model)
     if not layers:
         return
     stage = zero_stage(content)

@@ -23,6 +23,7 @@ from deepspeed.utils.timer import SynchronizedWallClockTimer
 from torch import Tensor, nn
 
 from ... import experts as core_experts
+from ...balance import AuxLossScope
 from ...config import ConfigError, XMoEConfig, parse_section
 from ...dispatch.flat import FlatDispatcher
 from ...dispatch.local import LocalDispatcher
@@ -32,7 +33,9 @@ from ...ops.collectives import Exchange
 from ...ops.losses import carry_loss
 from ...router import RouterSettings, TopKRouter
 from ...types import Routing
+from .balance import connect_global_loads
 from .timing import measured, timed_forward
+from .unread import warn_of_unread_section
 
 _JITTER_EPSILON = 1e-2  # of DeepSpeed's noisy_gate_policy 'Jitter'
 
@@ -190,8 +193,12 @@ class MoE(native_layer.MoE):
         strict_compat: bool | None = None,
         score_function: Literal["softmax", "sigmoid"] | None = None,
         normalize_weights: bool | None = None,
+        num_expert_groups: int | None = None,
+        num_limited_groups: int | None = None,
+        group_score: Literal["top2_sum", "max"] | None = None,
         routed_scaling_factor: float | None = None,
         aux_loss_coefficient: float | None = None,
+        aux_loss_scope: AuxLossScope | None = None,
         z_loss_coefficient: float | None = None,
         correction_bias_update_rate: float | None = None,
         input_jitter: float | None = None,
@@ -200,15 +207,11 @@ class MoE(native_layer.MoE):
         self_row_guard: Literal["auto", "on", "off"] | None = None,
         collective_timeout_s: float | None = None,
     ) -> None:
-        given = {key: value for key, value in locals().items() if key in XMoEConfig.model_fields}
-        self._given = {key: value for key, value in given.items() if value is not None}
-        parse_section("MoE", XMoEConfig, self._given)
+        self._given = _given_settings(locals())
         nn.Module.__init__(self)
         _check_sizes(hidden_size=hidden_size, num_experts=num_experts, ep_size=ep_size, k=k)
         _check_policy(noisy_gate_policy)
         _check_shared(shared_mlp, shared_gate=shared_gate)
-        if noisy_gate_policy == "Jitter":
-            self._given.setdefault("input_jitter", _JITTER_EPSILON)
         self._routing: dict[str, Any] = {
             "top_k": k,
             "capacity_factor": capacity_factor,
@@ -221,6 +224,7 @@ class MoE(native_layer.MoE):
         }
         _check_numbers(self._routing)
         self.layer_name = "MoE"
+        self._configured = False
         self.loss_scale: Callable[[], float] = _one
         self.use_residual = use_residual
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
@@ -256,6 +260,7 @@ class MoE(native_layer.MoE):
                     f"the constructor of layer '{name}' gives {key}={self._given[key]!r}; give it in one place",
                 )
         self.layer_name = name
+        self._configured = True
         mark_experts(self)
         self._config = self._merged(config)
         self.deepspeed_moe.gate.configure(self._settings())
@@ -300,6 +305,8 @@ class MoE(native_layer.MoE):
     def _create_process_groups(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Called by the engine, on every rank and in module order: makes the groups, as DeepSpeed lays them out."""
         super()._create_process_groups(use_data_before_expert_parallel_)
+        if not self._configured:
+            warn_of_unread_section()
         mark_experts(self)
         group, config = self.deepspeed_moe.ep_group, self._config
         if self._initial is not None:
@@ -312,6 +319,7 @@ class MoE(native_layer.MoE):
             for parameter in self.deepspeed_moe.experts.parameters():
                 if parameter.requires_grad:
                     parameter.register_hook(lambda grad: grad / tensor_parallel)
+        connect_global_loads(self.deepspeed_moe.gate, config, layer_name=self.layer_name)
         if self.ep_size == 1 and config.dispatch != "flat":
             self.deepspeed_moe.set_dispatcher(LocalDispatcher())
             return
@@ -376,6 +384,15 @@ class _Initial:
         if all(torch.equal(value, parameter) for value, parameter in zip(given, experts.parameters(), strict=True)):
             for parameter, value in zip(experts.parameters(), self._experts(first_id, experts), strict=True):
                 parameter.copy_(value)
+
+
+def _given_settings(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the constructor that are settings and were given. Raises ConfigError."""
+    given = {key: arguments[key] for key in XMoEConfig.model_fields if arguments.get(key) is not None}
+    parse_section("MoE", XMoEConfig, given)
+    if arguments["noisy_gate_policy"] == "Jitter":
+        given.setdefault("input_jitter", _JITTER_EPSILON)
+    return given
 
 
 def _check_sizes(**sizes: object) -> None:
