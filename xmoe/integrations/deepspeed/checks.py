@@ -14,6 +14,7 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
 from packaging.version import Version
 from torch import nn
 
@@ -62,6 +63,14 @@ def zero_stage(config: Mapping[str, Any]) -> int:
             "xmoe.MoE trains at stage 0, 1 or 2: use 2 (with offload_optimizer, if memory is short); for stage 3 "
             "use DeepSpeed's AutoEP layers instead of xmoe.MoE",
         )
+    offload = zero.get("offload_optimizer")
+    device = offload.get("device", "none") if isinstance(offload, Mapping) else None
+    if stage == 0 and device not in (None, "none"):
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.device",
+            device,
+            "offloads the states of a ZeRO optimizer: set zero_optimization.stage to 1 or 2, or leave it out",
+        )
     return int(stage)
 
 
@@ -81,6 +90,26 @@ def check_model(layers: list[tuple[str, MoE]]) -> None:
                     f"'{path}' is no routed expert, but DeepSpeed's checkpoints drop every name inside an MoE layer "
                     "with 'expert' in it: rename the module or the attribute that holds it"
                 )
+
+
+def check_tensor_parallelism(layers: list[tuple[str, MoE]], mpu: Any) -> None:
+    """Whether experts are split is DeepSpeed's one choice for a whole model. Raises ValueError."""
+    size = bwc_tensor_model_parallel_world_size(mpu)
+    if size == 1:
+        return
+    name, first = layers[0]
+    ranks = dist.get_world_size() // size // bwc_pipeline_parallel_world_size(mpu)
+    for other, layer in layers:
+        if layer.enable_expert_tensor_parallelism != first.enable_expert_tensor_parallelism:
+            raise ValueError(
+                f"layer '{name}' has enable_expert_tensor_parallelism={first.enable_expert_tensor_parallelism}, layer "
+                f"'{other}' the contrary: DeepSpeed lays out its groups for one of them, so give all layers the same"
+            )
+        if layer.enable_expert_tensor_parallelism and ranks % layer.ep_size:
+            raise ValueError(
+                f"ep_size ({layer.ep_size}) of layer '{other}' must divide the number of data-parallel ranks ({ranks}) "
+                f"when experts are split over {size} tensor-parallel ranks"
+            )
 
 
 def check_optimizer(model: nn.Module, groups: Iterable[Mapping[str, Any]], *, zero_stage: int) -> None:

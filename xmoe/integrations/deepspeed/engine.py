@@ -27,6 +27,7 @@ from .checks import (
     check_model,
     check_model_parameters,
     check_optimizer,
+    check_tensor_parallelism,
     config_as_dict,
     warn_of_native_layers,
     warn_of_version,
@@ -101,7 +102,7 @@ def initialize(
         if optimizer is None:
             model_parameters = _all_parameters(model, model_parameters)
         content = config_as_dict(config if config is not None else config_params, args)
-        _configure(model, content, optimizer, model_parameters)
+        _configure(model, content, optimizer, model_parameters, mpu)
     except Exception as found:  # of whatever kind: the other ranks wait for this one
         error = found
     raise_together(error)
@@ -147,7 +148,7 @@ def _all_parameters(model: nn.Module, given: Any) -> list[Any]:
     return [p for p in model.parameters() if p.requires_grad] if given is None else list(given)
 
 
-def _configure(model: nn.Module, content: dict[str, Any], optimizer: Any, model_parameters: Any) -> None:
+def _configure(model: nn.Module, content: dict[str, Any], optimizer: Any, model_parameters: Any, mpu: Any) -> None:
     settings = parse_section("xmoe", XMoEConfig, content.get("xmoe"))
     layers = _moe_layers(model)
     for name, layer in layers:
@@ -158,6 +159,7 @@ def _configure(model: nn.Module, content: dict[str, Any], optimizer: Any, model_
     stage = zero_stage(content)
     check_model(layers)
     check_pipeline(model, layers, zero_stage=stage)
+    check_tensor_parallelism(layers, model.mpu() if isinstance(model, PipelineModule) else mpu)
     if isinstance(optimizer, torch.optim.Optimizer):
         check_optimizer(model, optimizer.param_groups, zero_stage=stage)
     elif optimizer is None:

@@ -96,10 +96,16 @@ class Experts(core_experts.Experts, native_experts.Experts):
         core_experts.Experts.__init__(self, expert, num_local_experts, first_id=first_id, initialize=initialize)
         self.num_local_experts = num_local_experts
         self.expert_group_name = expert_group_name
+        # Megatron's marks (tensor_model_parallel, ...), without which split experts are left out of the norm.
+        self._marks = {name: _plain_attributes(parameter) for name, parameter in expert.named_parameters()}
         self.mark_parameters()
 
     def mark_parameters(self) -> None:
         """Marks every expert for DeepSpeed; again where parameters were replaced (a copy, a load by assignment)."""
+        for module in self.modules_in_order():
+            for name, parameter in module.named_parameters():
+                for mark, value in self._marks.get(name, {}).items():
+                    vars(parameter).setdefault(mark, value)
         for parameter in self.parameters():
             parameter.allreduce = False  # type: ignore[attr-defined]
             parameter.group_name = self.expert_group_name  # type: ignore[attr-defined]
@@ -108,6 +114,10 @@ class Experts(core_experts.Experts, native_experts.Experts):
         # Copying a Parameter drops its attributes: without marks DeepSpeed would average different experts.
         super().__setstate__(state)
         self.mark_parameters()
+
+
+def _plain_attributes(parameter: nn.Parameter) -> dict[str, Any]:
+    return {name: value for name, value in vars(parameter).items() if isinstance(value, (bool, int, float, str))}
 
 
 def mark_experts(model: nn.Module) -> None:
