@@ -25,6 +25,7 @@ _INSTALL = {
     "torch": 'pip install torch  (CPU: add "--index-url https://download.pytorch.org/whl/cpu"; on a ROCm or CUDA '
     "machine use its own build)",
     "deepspeed": 'pip install "deepspeed>=0.19.8,<0.20"',
+    "tokenizers": "pip install tokenizers",
     "mpi4py": 'build it for the MPI of this machine, "pip install --no-binary mpi4py mpi4py" (a machine without MPI: '
     '"pip install mpi4py mpich"), or set MASTER_ADDR and MASTER_PORT',
 }
@@ -153,6 +154,37 @@ def config(
     elif check is not None:
         read_train_config(read_json(check))
         typer.echo(f"{check}: no mistake in the sections of xmoe")
+
+
+tokenizer = typer.Typer(help="Make a tokenizer for data.tokenizer.", no_args_is_help=True)
+app.add_typer(tokenizer, name="tokenizer")
+
+
+@tokenizer.callback()
+def _tokenizer_options() -> None:
+    """Keeps ``train`` a sub-command: typer runs a lone command without its name."""
+
+
+@tokenizer.command("train")
+def train_tokenizer(
+    vocab_size: Annotated[int, typer.Option(help="Tokens, the 256 bytes and the end of a text included.")],
+    out: Annotated[Path, typer.Option(help="The tokenizer.json to write; an older one is replaced.")],
+    config: Annotated[Path | None, typer.Option(help="Run file whose training text to use.")] = None,
+    paths: Annotated[list[str] | None, typer.Option(help="Text file or folder; may be given several times.")] = None,
+) -> None:
+    """Train a byte-level BPE on a run's training text (not on what the run holds out)."""
+    from xmoe.training import corpus
+    from xmoe.training.tokenizer import check_vocab_size, train_tokenizer, whole_lines
+
+    check_vocab_size(vocab_size)
+    content = read_json(config) if config is not None else {}
+    data = dict(content.get("data", {})) | ({"paths": paths} if paths else {}) | {"tokenizer": None}
+    settings = read_train_config(content | {"data": data}).data
+    split = corpus.plan_corpus(settings, only_utf8=True)
+    texts = (piece for file in split.train for piece in whole_lines(corpus.read_unchanged(file)))
+    size = train_tokenizer(texts, vocab_size=vocab_size, target=out)
+    num_bytes = sum(file.num_bytes for file in split.train)
+    typer.echo(f"{out}: {size} tokens, from {num_bytes:,} bytes in {len(split.train)} files")
 
 
 def _given(**options: object) -> Mapping[str, object]:

@@ -220,7 +220,7 @@ class ModelConfig(_Section):
 
 
 class DataConfig(_Section):
-    """The ``"data"`` section: which text ``xmoe train`` reads, byte by byte."""
+    """The ``"data"`` section: which text ``xmoe train`` reads, and in which tokens."""
 
     paths: list[str] | None = Field(
         None,
@@ -229,6 +229,11 @@ class DataConfig(_Section):
     )
     suffixes: list[str] = Field(
         [".py", ".txt", ".md", ".rst"], min_length=1, description="File name endings read from folders."
+    )
+    tokenizer: str | None = Field(
+        None,
+        description="A tokenizer.json of Hugging Face tokenizers ('xmoe tokenizer train' makes one); null: bytes. "
+        "The model's vocabulary follows it.",
     )
     sequence_length: int = Field(256, gt=1, description="Tokens of one training sequence.")
     held_out_fraction: float = Field(

@@ -150,24 +150,25 @@ def test_a_rank_that_mpi_numbers_otherwise_is_an_error() -> None:
 
 
 FOUND = """
-import os
+import os, pathlib, sys
 from xmoe.launch.env import find_place
 place = find_place(os.environ)
 place.export(os.environ)
 left = [name for name in os.environ if name.startswith(("PMI", "MPI_", "HYD"))]
-print(place.rank, place.world_size, place.local_rank, place.master_addr, place.master_port, left, flush=True)
+found = f"{place.rank} {place.world_size} {place.local_rank} {place.master_addr} {place.master_port} {left}"
+pathlib.Path(sys.argv[1], str(place.rank)).write_text(found)
 """
 
 
-def test_ranks_meet_under_a_real_mpiexec() -> None:
+def test_ranks_meet_under_a_real_mpiexec(tmp_path: Path) -> None:
     mpiexec = Path(sys.executable).with_name("mpiexec")
     if not mpiexec.exists():
         pytest.skip(f"{mpiexec} is missing: pip install mpi4py mpich")
     environ = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
-    command = [str(mpiexec), "-n", "3", sys.executable, "-P", "-c", FOUND]
+    command = [str(mpiexec), "-n", "3", sys.executable, "-P", "-c", FOUND, str(tmp_path)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    lines = sorted(line.split(maxsplit=5) for line in done.stdout.splitlines())
+    lines = [(tmp_path / str(rank)).read_text().split(maxsplit=5) for rank in range(3)]
     assert [line[:4] for line in lines] == [[str(rank), "3", str(rank), "127.0.0.1"] for rank in range(3)]
     assert len({line[4] for line in lines}) == 1
     assert {line[5] for line in lines} == {"[]"}

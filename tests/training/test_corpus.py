@@ -14,7 +14,6 @@ from xmoe.config import ConfigError, DataConfig
 from xmoe.training import corpus as corpus_module
 from xmoe.training.baselines import measure_baselines
 from xmoe.training.corpus import (
-    END_OF_FILE,
     TextFile,
     find_files,
     open_corpus,
@@ -115,7 +114,7 @@ def test_the_streams_hold_each_file_and_a_zero_byte(folder: Path, tmp_path: Path
     split = plan_corpus(config(folder))
     corpus = open_corpus(write_corpus(split, tmp_path / "cache"))
     for stream, files in ((corpus.train, split.train), (corpus.held_out, split.held_out)):
-        assert bytes(stream) == b"".join(f.path.read_bytes() + bytes([END_OF_FILE]) for f in files)
+        assert bytes(stream) == b"".join(f.path.read_bytes() + b"\0" for f in files)
 
 
 def test_a_complete_cache_is_used_as_it_is(folder: Path, tmp_path: Path) -> None:

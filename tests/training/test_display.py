@@ -15,6 +15,7 @@ from xmoe.training.pictures import draw_all
 
 VIEW = StepView(
     loss_bits_per_byte=2.5,
+    loss_bits_per_token=5.0,
     aux_loss=1.0,
     grad_norm=0.5,
     learning_rate=1e-3,

@@ -1,12 +1,14 @@
-"""From text files to two memory-mapped byte streams: training and held-out.
+"""From text files to two memory-mapped token streams: training and held-out.
 
-Tokens are bytes (vocabulary 256). Byte 0 ends each file; a file that contains it is binary and is left out.
+Tokens are bytes, or those of ``data.tokenizer``. An end-of-file token ends each file (byte 0); a file that contains
+the byte 0 is binary and is left out, and with a tokenizer one that is not UTF-8.
 The split is by whole files: a file's content is on one side only, and exact duplicates count as one file. Split and
 order depend on the contents and the seed, never on names, so a copied or renamed folder gives the same stream.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import logging
@@ -15,7 +17,7 @@ import shutil
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,15 @@ from numpy.typing import NDArray
 
 from xmoe.config import ConfigError, DataConfig
 
+from .tokenizer import BYTES, Encoder, Vocabulary, read_vocabulary
+
 logger = logging.getLogger(__name__)
 
-VOCAB_SIZE = 256
-END_OF_FILE = 0
+_BINARY = 0
 FORMAT_VERSION = 1
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "node_modules"})
 _CHUNK_BYTES = 1 << 20
+_SIDES = ("train", "held_out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,25 +53,34 @@ class Split:
     train: tuple[TextFile, ...]
     held_out: tuple[TextFile, ...]
     num_duplicates: int
+    vocabulary: Vocabulary = BYTES
 
     def fingerprint(self) -> str:
-        """Names the two streams: equal fingerprints mean equal bytes."""
-        parts = [f"xmoe-corpus-{FORMAT_VERSION}", *(f.digest for f in self.train), "held-out"]
+        """Names the two streams: equal fingerprints mean equal tokens."""
+        tokenizer = [f"tokenizer {self.vocabulary.digest}"] if self.vocabulary.digest else []
+        parts = [f"xmoe-corpus-{FORMAT_VERSION}", *tokenizer, *(f.digest for f in self.train), "held-out"]
         return hashlib.sha256("\n".join([*parts, *(f.digest for f in self.held_out)]).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """The two byte streams of one run, memory-mapped (uint8, read-only).
+    """The two token streams of one run, memory-mapped (unsigned, read-only).
 
-    ``fingerprint``  equal for equal streams
-    ``train``        ``[bytes]``; the training files one after the other, each followed by ``END_OF_FILE``
-    ``held_out``     ``[bytes]``; the held-out files likewise
+    ``fingerprint``     equal for equal streams
+    ``train``           ``[tokens]``; the training files one after the other, each followed by the end of file
+    ``held_out``        ``[tokens]``; the held-out files likewise
+    ``held_out_bytes``  ``[bytes]``; the held-out files as bytes, each followed by a zero byte
+    ``train_bytes_per_token``, ``held_out_bytes_per_token``
+                        mean bytes of text that a token of the stream stands for, the end of a file counted as a byte;
+                        1 for bytes
     """
 
     fingerprint: str
-    train: NDArray[np.uint8]
-    held_out: NDArray[np.uint8]
+    train: NDArray[Any]
+    held_out: NDArray[Any]
+    held_out_bytes: NDArray[np.uint8]
+    train_bytes_per_token: float
+    held_out_bytes_per_token: float
 
 
 def find_files(config: DataConfig) -> list[Path]:
@@ -104,7 +117,7 @@ def _walk(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
                 yield path
 
 
-def read_distinct(paths: Iterable[Path]) -> tuple[list[TextFile], int]:
+def read_distinct(paths: Iterable[Path], *, only_utf8: bool = False) -> tuple[list[TextFile], int]:
     """The distinct, non-empty text contents among the files, and how many exact duplicates were left out.
 
     Raises ConfigError for a file that cannot be read.
@@ -113,11 +126,18 @@ def read_distinct(paths: Iterable[Path]) -> tuple[list[TextFile], int]:
     num_duplicates = 0
     for path in paths:
         digest, num_bytes, binary = hashlib.sha256(), 0, False
+        decoder = codecs.getincrementaldecoder("utf-8")()
         try:
             for chunk in _chunks(path):
                 digest.update(chunk)
                 num_bytes += len(chunk)
-                binary = binary or END_OF_FILE in chunk
+                binary = binary or _BINARY in chunk
+                if only_utf8:
+                    decoder.decode(chunk)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            logger.info("%s is not UTF-8 and is left out", path)
+            continue
         except OSError as error:
             raise ConfigError(
                 "data.paths",
@@ -168,23 +188,29 @@ def split_files(files: Sequence[TextFile], num_duplicates: int = 0, *, held_out_
     return Split(train=train, held_out=tuple(held_out), num_duplicates=num_duplicates)
 
 
-def plan_corpus(config: DataConfig) -> Split:
+def plan_corpus(config: DataConfig, *, only_utf8: bool = False) -> Split:
     """Finds, reads and splits the text of ``data``; writes nothing.
 
-    Raises ConfigError when a path is missing, or either side is shorter than one sequence.
+    Raises ConfigError when a path is missing, the tokenizer is unusable, or either side is shorter than one sequence
+    of bytes.
     """
-    files, num_duplicates = read_distinct(find_files(config))
+    vocabulary = read_vocabulary(config.tokenizer)
+    files, num_duplicates = read_distinct(find_files(config), only_utf8=only_utf8 or vocabulary != BYTES)
     split = split_files(files, num_duplicates, held_out_fraction=config.held_out_fraction, seed=config.seed)
     for side, members in (("training", split.train), ("held-out", split.held_out)):
-        num_bytes = sum(file.num_bytes + 1 for file in members)
-        if num_bytes < config.sequence_length + 1:
-            raise ConfigError(
-                "data.sequence_length",
-                config.sequence_length,
-                f"the {side} text has only {num_bytes} bytes, and one sequence needs sequence_length + 1; add text to "
-                f"data.paths, shorten the sequences or change data.held_out_fraction ({config.held_out_fraction})",
-            )
-    return split
+        check_length(config, side, sum(file.num_bytes + 1 for file in members), "bytes")
+    return replace(split, vocabulary=vocabulary)
+
+
+def check_length(config: DataConfig, side: str, length: int, unit: str) -> None:
+    """Raises ConfigError when a stream of ``length`` holds no sequence and the token after it."""
+    if length < config.sequence_length + 1:
+        raise ConfigError(
+            "data.sequence_length",
+            config.sequence_length,
+            f"the {side} text has only {length} {unit}, and one sequence needs sequence_length + 1; add text to "
+            f"data.paths, shorten the sequences or change data.held_out_fraction ({config.held_out_fraction})",
+        )
 
 
 def write_corpus(split: Split, cache_dir: str | Path) -> Path:
@@ -194,7 +220,7 @@ def write_corpus(split: Split, cache_dir: str | Path) -> Path:
     the cache cannot be written, RuntimeError when a file changes while it is packed.
     """
     target = Path(cache_dir).expanduser() / split.fingerprint()
-    if _is_complete(target):
+    if _read_meta(target) is not None:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -204,10 +230,14 @@ def write_corpus(split: Split, cache_dir: str | Path) -> Path:
             "data.cache_dir", str(cache_dir), f"cannot be written ({error.strerror}); name a writable folder"
         ) from None
     try:
+        encoder = Encoder(split.vocabulary)
+        end_of_file = np.array([split.vocabulary.end_of_file], dtype=split.vocabulary.dtype).tobytes()
         sizes = {
-            "train": _pack(split.train, scratch / "train.bin"),
-            "held_out": _pack(split.held_out, scratch / "held_out.bin"),
+            "train": _pack(split.train, scratch / "train.bin", encoder, end_of_file),
+            "held_out": _pack(split.held_out, scratch / "held_out.bin", encoder, end_of_file),
         }
+        if split.vocabulary != BYTES:
+            sizes["held_out_bytes"] = _pack(split.held_out, scratch / "held_out_bytes.bin", Encoder(BYTES), b"\0")
         (scratch / "meta.json").write_text(json.dumps(_meta(split, sizes), indent=1), encoding="utf-8")
         scratch.chmod(0o755)
         if target.exists():
@@ -231,47 +261,67 @@ def _meta(split: Split, sizes: dict[str, int]) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
         "num_bytes": sizes,
+        "text_bytes": {side: sum(file.num_bytes + 1 for file in files) for side, files in sides.items()},
+        "dtype": np.dtype(split.vocabulary.dtype).name,
         "num_duplicates": split.num_duplicates,
         "files": {side: [asdict(f) | {"path": str(f.path)} for f in files] for side, files in sides.items()},
     }
 
 
-def _pack(files: Sequence[TextFile], target: Path) -> int:
+def _pack(files: Sequence[TextFile], target: Path, encoder: Encoder, end_of_file: bytes) -> int:
+    """Writes one stream and returns its size in bytes."""
     num_bytes = 0
     with target.open("wb") as out:
         for file in files:
-            digest = hashlib.sha256()
-            for chunk in _chunks(file.path):
-                digest.update(chunk)
-                out.write(chunk)
-            if digest.hexdigest() != file.digest:
-                raise RuntimeError(f"{file.path} changed while it was packed; start again")
-            out.write(bytes([END_OF_FILE]))
-            num_bytes += file.num_bytes + 1
+            for piece in (*encoder.encode(read_unchanged(file)), end_of_file):
+                num_bytes += out.write(piece)
         out.flush()
         os.fsync(out.fileno())
     return num_bytes
 
 
-def _is_complete(folder: Path) -> bool:
+def read_unchanged(file: TextFile) -> Iterator[bytes]:
+    """The bytes of a file in chunks. Raises RuntimeError at the end when they are not those that were planned."""
+    digest = hashlib.sha256()
+    for chunk in _chunks(file.path):
+        digest.update(chunk)
+        yield chunk
+    if digest.hexdigest() != file.digest:
+        raise RuntimeError(f"{file.path} changed while it was packed; start again")
+
+
+def _read_meta(folder: Path) -> dict[str, Any] | None:
+    """What a complete cache says of itself, None for one that is not there, cut short, or older than its format."""
     try:
-        sizes = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["num_bytes"]
-        return all((folder / f"{side}.bin").stat().st_size == sizes[side] for side in ("train", "held_out"))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        sizes = meta["num_bytes"]
+        whole = {"train", "held_out"} <= sizes.keys() and {"text_bytes", "dtype"} <= meta.keys()
+        whole = whole and all((folder / f"{name}.bin").stat().st_size == size for name, size in sizes.items())
+        return meta if whole else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def open_corpus(folder: str | Path) -> Corpus:
     """Maps a folder that :func:`write_corpus` made. Raises ConfigError when this rank cannot see it whole."""
     folder = Path(folder)
-    if not _is_complete(folder):
+    meta = _read_meta(folder)
+    if meta is None:
         raise ConfigError(
             "data.cache_dir",
             str(folder),
             "is missing or damaged on this rank; name a folder that all ranks share",
         )
+    train, held_out = (np.memmap(folder / f"{side}.bin", dtype=meta["dtype"], mode="r") for side in _SIDES)
+    if "held_out_bytes" in meta["num_bytes"]:
+        held_out_bytes = np.memmap(folder / "held_out_bytes.bin", dtype=np.uint8, mode="r")
+    else:
+        held_out_bytes = held_out
     return Corpus(
         fingerprint=folder.name,
-        train=np.memmap(folder / "train.bin", dtype=np.uint8, mode="r"),
-        held_out=np.memmap(folder / "held_out.bin", dtype=np.uint8, mode="r"),
+        train=train,
+        held_out=held_out,
+        held_out_bytes=held_out_bytes,
+        train_bytes_per_token=meta["text_bytes"]["train"] / len(train),
+        held_out_bytes_per_token=meta["text_bytes"]["held_out"] / len(held_out),
     )

@@ -29,12 +29,14 @@ _PLAIN_LINES = 40
 class StepView:
     """The numbers of one step that are shown; all of them are also in metrics.jsonl under these names.
 
+    ``loss_bits_per_byte``      the loss per byte of text: per token, over the mean bytes of the stream's tokens
     ``tokens_per_s``            tokens of all ranks over the step's wall time
     ``effective_tflops_per_s``  operations really computed, in 1e12 per second over all ranks
     ``nominal_tflops_per_s``    the same if every token kept all of its experts
     """
 
     loss_bits_per_byte: float
+    loss_bits_per_token: float
     aux_loss: float
     grad_norm: float
     learning_rate: float

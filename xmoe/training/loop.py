@@ -119,7 +119,8 @@ class Trainer:
         # Read on every rank: at ZeRO 0 the norm is a collective.
         grad_norm = self.engine.get_global_grad_norm()
         view = StepView(
-            loss_bits_per_byte=metrics.loss_bits,
+            loss_bits_per_byte=metrics.loss_bits / self.corpus.train_bytes_per_token,
+            loss_bits_per_token=metrics.loss_bits,
             aux_loss=metrics.aux_loss,
             grad_norm=float(grad_norm) if grad_norm is not None else math.nan,
             learning_rate=float(self.engine.get_lr()[0]),
@@ -163,19 +164,21 @@ class Trainer:
         self._window_start, self._window_selected_LE = step, None
 
     def validate(self, num_sequences: int) -> float:
-        """Bits per byte on the held-out text. Collective."""
-        return validation_bits(
+        """Bits per byte of the held-out text. Collective."""
+        bits_per_token = validation_bits(
             self.engine,
             self.corpus.held_out,
             length=self.sampler.sequence_length,
             count=num_sequences,
             micro_batch=self.sampler.micro_batch,
         )
+        return bits_per_token / self.corpus.held_out_bytes_per_token
 
     def _report_validation(self, step: int, bits: float) -> None:
         self.display.validation(step, bits)
         if self.metrics is not None:
-            self.metrics.write("validation", step=step, val_bits_per_byte=bits)
+            per_token = bits * self.corpus.held_out_bytes_per_token
+            self.metrics.write("validation", step=step, val_bits_per_byte=bits, val_bits_per_token=per_token)
             self.engine.monitor.write_events([("xmoe/val_bits_per_byte", bits, step)])
 
     def _save(self, step: int) -> None:

@@ -2,8 +2,8 @@
 
 ``kind`` says what a line is:
 
-    train        one optimizer step: ``step``, ``loss_bits_per_byte``, speeds, ``load_cv``, ...
-    validation   ``step``, ``val_bits_per_byte``
+    train        one optimizer step: ``step``, ``loss_bits_per_byte``, ``loss_bits_per_token``, speeds, ``load_cv``, ...
+    validation   ``step``, ``val_bits_per_byte``, ``val_bits_per_token``
     expert_load  ``step``, ``first_step``, ``layer``, ``selected``: slots per logical expert in steps first_step to step
     baseline     ``unigram_bits_per_byte``, ``bigram_bits_per_byte``
     final        ``metric``, ``value``, ``unit``: results after the last step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ from xmoe.models.transformer import Transformer
 
 from . import checkpoints
 from .baselines import measure_baselines
-from .corpus import VOCAB_SIZE, Corpus, Split, open_corpus, plan_corpus, write_corpus
+from .corpus import Corpus, Split, check_length, open_corpus, plan_corpus, write_corpus
 from .display import Display
 from .files import replacing
 from .loop import Trainer, agreed_to_stop
@@ -95,12 +96,13 @@ def _run(request: RunRequest, stop: StopRequest) -> None:
         _together(lambda: checkpoints.newest(folder / "checkpoints"))
 
     seed_everything(config.run.seed)
-    engine = _build_engine(config, folder)
+    ds_config = _together(lambda: _deepspeed_config(config, folder), only_rank=0)
+    engine = _build_engine(config, ds_config, vocab_size=split.vocabulary.size)
     made_with = _made_with(config, engine, fingerprint=split.fingerprint())
     checkpoint = _together(lambda: _check_checkpoint(config, folder, made_with)) if request.resume else None
 
     cache = _together(lambda: write_corpus(split, config.data.cache_dir), only_rank=0)
-    corpus = _together(lambda: open_corpus(cache))
+    corpus = _together(lambda: _open_corpus(config, cache))
     first_step = checkpoints.load(engine, checkpoint) if checkpoint else 0
     display = Display(active=dist.get_rank() == 0, num_steps=config.run.steps)
     if agreed_to_stop(stop, engine.device):
@@ -112,7 +114,7 @@ def _run(request: RunRequest, stop: StopRequest) -> None:
         config=config,
         corpus=corpus,
         sampler=_make_sampler(config, engine, corpus),
-        flops=count_flops(config.model, vocab_size=VOCAB_SIZE, sequence_length=config.data.sequence_length),
+        flops=count_flops(config.model, vocab_size=split.vocabulary.size, sequence_length=config.data.sequence_length),
         stop=stop,
         display=display,
         metrics=metrics,
@@ -121,7 +123,7 @@ def _run(request: RunRequest, stop: StopRequest) -> None:
     )
     _announce(display, config, engine, corpus, first_step=first_step)
     if metrics is not None and not first_step:
-        metrics.write("baseline", step=0, **asdict(measure_baselines(corpus.held_out)))
+        metrics.write("baseline", step=0, **asdict(measure_baselines(corpus.held_out_bytes)))
     if trainer.train(first_step=first_step):
         _finish(trainer, folder)
     else:
@@ -191,18 +193,23 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed + dist.get_rank())
 
 
-def _build_engine(config: TrainConfig, folder: Path) -> Any:
+def _open_corpus(config: TrainConfig, cache: Path) -> Corpus:
+    corpus = open_corpus(cache)
+    for side, stream in (("training", corpus.train), ("held-out", corpus.held_out)):
+        check_length(config.data, side, len(stream), "tokens")
+    return corpus
+
+
+def _build_engine(config: TrainConfig, ds_config: dict[str, Any], *, vocab_size: int) -> Any:
     model = Transformer(
         config.model,
         MoE,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         seed=config.run.seed,
         deepspeed_checkpoint=activation_checkpoint,
     )
     try:
-        engine, *_ = initialize(
-            model=model, model_parameters=list(model.parameters()), config=_deepspeed_config(config, folder)
-        )
+        engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)
     except AssertionError as error:
         # DeepSpeed's way of refusing its own settings, the same on every rank.
         logger.debug("DeepSpeed refused its settings", exc_info=True)
@@ -215,16 +222,22 @@ def _build_engine(config: TrainConfig, folder: Path) -> Any:
 def _deepspeed_config(config: TrainConfig, folder: Path) -> dict[str, Any]:
     """DeepSpeed's part of the run file, with what only the run knows filled in.
 
-    ``"auto"`` as the scheduler's ``total_num_steps`` is ``run.steps``; the CSV monitor writes into the run's folder
-    unless it has an ``output_path``.
+    ``"auto"`` as the scheduler's ``total_num_steps`` is ``run.steps``; the CSV and TensorBoard monitors write into the
+    run's folder unless they have an ``output_path``. Where the package tensorboard is missing, which DeepSpeed would
+    crash on, CSV files take its place. Asked of rank 0 only, which alone writes.
     """
     content = copy.deepcopy(config.deepspeed)
     parameters = content.get("scheduler", {}).get("params", {})
     if parameters.get("total_num_steps") == "auto":
         parameters["total_num_steps"] = config.run.steps
-    csv = content.get("csv_monitor", {})
-    if csv.get("enabled") and not csv.get("output_path"):
-        content["csv_monitor"] = csv | {"output_path": str(folder), "job_name": "csv"}
+    if content.get("tensorboard", {}).get("enabled") and importlib.util.find_spec("tensorboard") is None:
+        logger.warning("no TensorBoard files without the package tensorboard (pip install tensorboard): CSV instead")
+        content["tensorboard"] = {"enabled": False}
+        content["csv_monitor"] = content.get("csv_monitor", {}) | {"enabled": True}
+    for monitor, name in (("csv_monitor", "csv"), ("tensorboard", "tensorboard")):
+        settings = content.get(monitor, {})
+        if settings.get("enabled") and not settings.get("output_path"):
+            content[monitor] = settings | {"output_path": str(folder), "job_name": name}
     return content
 
 
@@ -262,7 +275,8 @@ def _open_run(config: TrainConfig, folder: Path, *, first_step: int) -> MetricsF
             removed = trim_after(metrics, first_step, finished=first_step == config.run.steps)
             logger.info("%d lines after step %d removed from %s", removed, first_step, metrics)
         else:
-            for stale in (metrics, *folder.glob("*.png"), *folder.glob("csv/*.csv")):
+            events = [p for p in folder.glob("tensorboard/events.*") if f".{os.getpid()}." not in p.name]  # not ours
+            for stale in (metrics, *folder.glob("*.png"), *folder.glob("csv/*.csv"), *events):
                 stale.unlink(missing_ok=True)
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         with replacing(folder / "config.json") as scratch:
@@ -302,7 +316,12 @@ def _announce(display: Display, config: TrainConfig, engine: Any, corpus: Corpus
         f"{dist.get_world_size()} ranks, expert parallel {model.ep_size}, "
         f"ZeRO {engine.zero_optimization_stage()}"
     )
-    display.say(f"{len(corpus.train):,} bytes of training text, {len(corpus.held_out):,} held out")
+    num_bytes = [
+        round(len(corpus.train) * corpus.train_bytes_per_token),
+        round(len(corpus.held_out) * corpus.held_out_bytes_per_token),
+    ]
+    tokens = "" if config.data.tokenizer is None else f", in {len(corpus.train):,} and {len(corpus.held_out):,} tokens"
+    display.say(f"{num_bytes[0]:,} bytes of training text, {num_bytes[1]:,} held out{tokens}")
     if first_step:
         display.say(f"resumed after step {first_step}")
 
@@ -316,7 +335,7 @@ def _finish(trainer: Trainer, folder: Path) -> None:
     trainer.report_final_validation(full_bits)
     if trainer.metrics is None:
         return
-    baselines = measure_baselines(trainer.corpus.held_out)
+    baselines = measure_baselines(trainer.corpus.held_out_bytes)
     results = [
         ("train.val_bits_per_byte", full_bits),
         ("train.bigram_bits_per_byte", baselines.bigram_bits_per_byte),

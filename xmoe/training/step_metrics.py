@@ -61,7 +61,7 @@ class StepMetrics:
 
     @property
     def loss_bits(self) -> float:
-        """Cross-entropy in bits per byte."""
+        """Cross-entropy in bits per token."""
         return self.loss_nats / math.log(2)
 
     @property

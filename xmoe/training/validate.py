@@ -18,7 +18,7 @@ from xmoe.models.transformer import IGNORED_TARGET
 
 
 def read_batch(
-    stream: NDArray[np.uint8], starts: NDArray[np.int64], *, length: int, device: torch.device
+    stream: NDArray[Any], starts: NDArray[np.int64], *, length: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Inputs and targets, int64 ``[B, S]``: tokens ``start`` to ``start + S - 1`` and the ones after them."""
     windows = stream[starts[:, None] + np.arange(length + 1)].astype(np.int64)
@@ -34,8 +34,8 @@ def spread_starts(num_tokens: int, *, length: int, count: int) -> NDArray[np.int
 
 
 @torch.no_grad()
-def validation_bits(engine: Any, stream: NDArray[np.uint8], *, length: int, count: int, micro_batch: int) -> float:
-    """Mean bits per byte over ``count`` held-out sequences of ``length`` tokens, shared out over the ranks.
+def validation_bits(engine: Any, stream: NDArray[Any], *, length: int, count: int, micro_batch: int) -> float:
+    """Mean bits per token over ``count`` held-out sequences of ``length`` tokens, shared out over the ranks.
 
     Collective. Every rank runs the same number of batches, since an MoE layer's exchange needs all of them: a rank
     whose share is short repeats a sequence without counting it. Random states and layer loads are left as if
