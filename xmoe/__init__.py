@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .config import XMoEConfig as XMoEConfig
     from .integrations.deepspeed import MoE as MoE
     from .integrations.deepspeed import initialize as initialize
+    from .integrations.deepspeed import patch_deepspeed as patch_deepspeed
     from .layer import RoutedMLP as RoutedMLP
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "MoE": "xmoe.integrations.deepspeed",
     "initialize": "xmoe.integrations.deepspeed",
+    "patch_deepspeed": "xmoe.integrations.deepspeed",
     "replace_moe_layers": "xmoe.integrations.deepspeed",
     "RoutedMLP": "xmoe.layer",
     "ConfigError": "xmoe.config",

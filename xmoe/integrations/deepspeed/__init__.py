@@ -6,6 +6,9 @@ checks.py      what must hold before the first collective
 gradients.py   gradient norm and clipping where DeepSpeed's leave experts out
 checkpoints.py optimizer states that do not fit are refused, not loaded as they lie
 replace.py     ``replace_moe_layers``, for live models
+patch.py       ``patch_deepspeed``, for scripts that stay as they are
+unread.py      the warning for those that forgot it
+timing.py      the layers' times in DeepSpeed's log
 """
 
 from __future__ import annotations
@@ -16,4 +19,5 @@ from .checks import moe_param_groups as moe_param_groups
 from .engine import init_distributed as init_distributed
 from .engine import initialize as initialize
 from .moe import MoE as MoE
+from .patch import patch_deepspeed as patch_deepspeed
 from .replace import replace_moe_layers as replace_moe_layers

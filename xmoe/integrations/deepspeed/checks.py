@@ -13,6 +13,7 @@ from typing import Any
 
 import deepspeed
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE as NativeMoE
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
 from packaging.version import Version
@@ -35,6 +36,19 @@ def warn_of_version() -> None:
     if not _warned_of_version and not _SUPPORTED[0] <= Version(found.base_version) < _SUPPORTED[1]:
         _warned_of_version = True
         logger.warning("xmoe is tested with deepspeed >= %s, < %s; this is %s", *_SUPPORTED, found)
+
+
+def warn_of_native_layers(model: nn.Module) -> None:
+    """A warning, on rank 0, when layers of the model are DeepSpeed's own: no setting of xmoe's reaches them."""
+    modules = model.named_modules()
+    native = [name for name, module in modules if isinstance(module, NativeMoE) and not isinstance(module, MoE)]
+    if native and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning(
+            "%d MoE layers (first: '%s') are DeepSpeed's own, not xmoe's: build them from xmoe.MoE, call "
+            "xmoe.patch_deepspeed() before the model is built, or convert them by xmoe.replace_moe_layers(model)",
+            len(native),
+            native[0],
+        )
 
 
 def config_as_dict(config: Any, args: Any) -> dict[str, Any]:

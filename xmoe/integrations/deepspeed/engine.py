@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import logging
 import os
 import sys
 from typing import Any
@@ -37,8 +36,6 @@ from .gradients import mend_gradient_norm
 from .moe import MoE
 from .pipeline import check_pipeline, loss_scale_of, share_groups
 from .timing import start_times_with_each_log
-
-logger = logging.getLogger(__name__)
 
 native_initialize = deepspeed.initialize  # before patch_deepspeed() puts ours in its place
 

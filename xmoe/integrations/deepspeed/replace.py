@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.moe import layer as native_layer
+from deepspeed.moe.layer import MoE as NativeMoE
 from torch import nn
 
 from .moe import MoE
@@ -18,19 +18,19 @@ def replace_moe_layers(model: nn.Module, **settings: Any) -> int:
 
     Raises ValueError when the model is itself a native layer, or an engine holds the layer already.
     """
-    if isinstance(model, native_layer.MoE) and not isinstance(model, MoE):
+    if isinstance(model, NativeMoE) and not isinstance(model, MoE):
         raise ValueError("the model is itself a deepspeed MoE layer, which has no parent to replace it in: wrap it")
     converted: dict[int, MoE] = {}  # a layer that stands in several places stays one layer
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
-            if isinstance(child, native_layer.MoE) and not isinstance(child, MoE):
+            if isinstance(child, NativeMoE) and not isinstance(child, MoE):
                 if id(child) not in converted:
                     converted[id(child)] = _converted(child, name, settings)
                 setattr(parent, name, converted[id(child)])
     return len(converted)
 
 
-def _converted(native: native_layer.MoE, name: str, settings: dict[str, Any]) -> MoE:
+def _converted(native: NativeMoE, name: str, settings: dict[str, Any]) -> MoE:
     gate, experts = native.deepspeed_moe.gate, native.deepspeed_moe.experts
     if gate.ep_group is not None:
         raise ValueError(
