@@ -20,7 +20,8 @@ from typing import Any, Literal
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 _FIRST_PORT, _NUM_PORTS = 20000, 20000
-# What a child of mpiexec inherits. Left in place it would make MPI take our own child processes for ranks.
+# What mpiexec gives its ranks. Left in place, whatever speaks MPI in this process or below it later (DeepSpeed's own
+# CPU backend can) would call an mpiexec that this rank has signed off from.
 _MPI_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL", "HYDI_", "HYDRA_")
 
 
@@ -195,7 +196,7 @@ def _load_mpi(launcher: _MpiLauncher) -> Any:
     if (vendor in _OPEN_MPI_VENDORS) != launcher.is_open_mpi:
         # Started all the same, each rank would be a world of one, or wait for peers for ever.
         raise LaunchError(
-            f"{launcher.name} started this process ({launcher.rank} is set), but mpi4py is built for {vendor} "
+            f"{launcher.name} started this process ({launcher.rank} is set), but mpi4py uses {vendor} "
             f"{'.'.join(map(str, version))}; use the mpiexec of {vendor}, or install mpi4py for the launcher's MPI"
         )
     return MPI

@@ -124,8 +124,8 @@ def test_mpi_and_srun(slurm: dict[str, str], source: str) -> None:
 @pytest.mark.parametrize(
     ("variables", "vendor", "message"),
     [
-        (OPEN_MPI, ("MPICH", (5, 0, 2)), r"Open MPI's mpiexec started .*mpi4py is built for MPICH 5\.0\.2"),
-        (MPICH, ("Open MPI", (5, 0, 8)), r"an mpiexec of the MPICH family started .*mpi4py is built for Open MPI 5"),
+        (OPEN_MPI, ("MPICH", (5, 0, 2)), r"Open MPI's mpiexec started .*mpi4py uses MPICH 5\.0\.2"),
+        (MPICH, ("Open MPI", (5, 0, 8)), r"an mpiexec of the MPICH family started .*mpi4py uses Open MPI 5"),
     ],
     ids=["open-mpi-launches-mpich", "mpich-launches-open-mpi"],
 )
