@@ -1,7 +1,9 @@
 """``patch_deepspeed``: scripts that know nothing of xmoe run on it; sections nobody reads are reported."""
 
+import base64
 import copy
 import io
+import json
 import logging
 import re
 import sys
@@ -18,6 +20,7 @@ from ds_nets import D, Net, config, engine_of, init_distributed, local_state, ml
 
 import xmoe
 from xmoe.integrations.deepspeed import MoE, initialize, patch_deepspeed, replace_moe_layers, unread
+from xmoe.integrations.deepspeed.checks import config_as_dict
 from xmoe.testing import run_ranks
 
 NativeMoE, native_initialize = native_layer.MoE, deepspeed.initialize
@@ -173,3 +176,19 @@ def test_without_a_section_nothing_warns():
 def test_a_layer_of_its_own_warns_of_nothing():
     unread.warn_of_unread_section()
     assert not unread._warned
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # DeepSpeed's reader leaves them open
+def test_a_config_is_read_as_deepspeed_reads_it(tmp_path):
+    commented = tmp_path / "ds_config.json"
+    commented.write_text('{\n  # a comment\n  "xmoe": {"z_loss_coefficient": 0.5},  // and another\n  "a": [1, 2,],\n}')
+    expected = {"xmoe": {"z_loss_coefficient": 0.5}, "a": [1, 2]}
+    encoded = base64.urlsafe_b64encode(json.dumps(expected).encode()).decode()
+    for given in (str(commented), commented, encoded, expected):
+        assert config_as_dict(given, None) == expected
+        assert config_as_dict(None, types.SimpleNamespace(deepspeed_config=given)) == expected
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "list.json").write_text("[1]")
+    for name, message in (("broken.json", "not valid JSON"), ("list.json", "JSON object"), ("no.json", "No such file")):
+        with pytest.raises(xmoe.ConfigError, match=message):
+            config_as_dict(str(tmp_path / name), None)

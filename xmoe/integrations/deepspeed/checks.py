@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from typing import Any
@@ -15,6 +16,7 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE as NativeMoE
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
 from packaging.version import Version
 from torch import nn
@@ -61,7 +63,16 @@ def config_as_dict(config: Any, args: Any) -> dict[str, Any]:
         return copy.deepcopy(dict(config))
     if not isinstance(config, (str, PathLike)):
         raise ConfigError("config", config, "must be the DeepSpeed config as a dict, or a file's path")
-    return read_json(config)  # type: ignore[arg-type]
+    try:
+        return read_json(config)  # type: ignore[arg-type]
+    except ConfigError as error:
+        try:
+            content = load_ds_config(os.fspath(config))  # Hjson, which has comments; base64, from the autotuner
+        except (OSError, ValueError):
+            raise error from None
+        if not isinstance(content, dict):
+            raise
+        return dict(content)
 
 
 def zero_stage(config: Mapping[str, Any]) -> int:
