@@ -214,3 +214,16 @@ def test_without_tensorboard_a_warning_and_csv_files(work: Path) -> None:
     # What the text itself is worth does not depend on the tokens.
     if (work / "runs/tokens").exists():
         assert lines(work, "bytes", "baseline") == lines(work, "tokens", "baseline")
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(240)
+def test_a_text_too_short_in_tokens_is_one_error(work: Path) -> None:
+    longest = 1 + sum(file.num_bytes for file in plan_corpus(data(work / "text", None, held_out_fraction=0.2)).held_out)
+    settings = ("--set", f"data.sequence_length={longest - 1}")
+    answers = jobs.run_on_ranks(work, "train", "--config", "run.json", "--name", "short", *settings, world=2)
+    assert [code for code, _ in answers] == [2, 2]
+    for _, said in answers:
+        assert said.startswith(f"error: data.sequence_length is {longest - 1}: the held-out text has only ")
+        assert " tokens, and one sequence needs" in said
+    assert not (work / "runs/short/metrics.jsonl").exists()
