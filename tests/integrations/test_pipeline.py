@@ -3,6 +3,8 @@
 SGD at rate 1, so that a step shows the gradient.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from ds_nets import EXPERT_KEY, PLAIN, D, MoE, batch, config, gather_whole, init_distributed, mlp
 from torch import nn
 
+from xmoe import ConfigError
 from xmoe.integrations.deepspeed import initialize
 from xmoe.testing import run_ranks
 
@@ -84,19 +87,25 @@ def _unpiped(stages, clip, replicas=2):
     return {key: value.double() - factor * grad for (key, value), grad in pairs}, norm
 
 
-def _piped(stages, **options):
-    """Parameters after the same step of the pipeline, by global name, and the norm it reports."""
+def _engine(stages, *, interval=0, **options):
     init_distributed()
     layers = [LayerSpec(Block, size) for size in stages]
-    net = PipelineModule(layers, num_stages=2, loss_fn=loss_of, partition_method="uniform")
-    _, whole = _whole(stages)
-    _load(net, whole)
-    ds = config(kind="SGD", lr=1.0, accumulation=PARTS, **options)
-    engine = initialize(model=net, config=ds)[0]
-    place = engine.mpu.get_data_parallel_rank()
-    bf16 = options.get("bf16", False)
-    parts = [[t.bfloat16() if bf16 else t for t in batch(part, place)] for part in range(PARTS)]
-    engine.train_batch(iter(parts))
+    net = PipelineModule(
+        layers, num_stages=2, loss_fn=loss_of, partition_method="uniform", activation_checkpoint_interval=interval
+    )
+    _load(net, _whole(stages)[1])
+    return net, initialize(model=net, config=config(**{"kind": "SGD", "accumulation": PARTS, **options}))[0]
+
+
+def _parts(engine, step=0):
+    place, dtype = engine.mpu.get_data_parallel_rank(), torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
+    return iter([[t.to(dtype) for t in batch(10 * step + part, place)] for part in range(PARTS)])
+
+
+def _piped(stages, **options):
+    """Parameters after the same step of the pipeline, by global name, and the norm it reports."""
+    net, engine = _engine(stages, lr=1.0, **options)
+    engine.train_batch(_parts(engine))
     return gather_whole(net), float(engine.get_global_grad_norm())
 
 
@@ -113,7 +122,78 @@ def _check(cases):
             assert error < 1e-6, f"{case} {key}: {error}"
 
 
-@pytest.mark.parametrize("stages", list(EP_SIZES))
-def test_gradients_equal_the_unpiped_models(stages):
-    """Two stages of two ranks: experts on both, of two sizes, on the first alone, on the last alone."""
-    run_ranks(4, _check, [{"stages": stages, "stage": stage} for stage in (0, 1)], timeout_s=60)
+def _check_bf16(stages):
+    for stage in (0, 1):
+        _, norm = _unpiped(stages, 0.0)
+        _, found = _piped(stages, stage=stage, bf16=True)
+        assert found == pytest.approx(norm, rel=0.02), stage
+
+
+def _check_all(name):
+    _check([{"stages": name, "stage": 0}, {"stages": name, "stage": 1}, {"stages": name, "stage": 1, "clip": 0.1}])
+    _check([{"stages": name, "stage": 0, "clip": 0.1, "interval": 1}])
+    _check_bf16(EP_SIZES[name])
+
+
+@pytest.mark.parametrize("name", list(EP_SIZES))
+def test_gradients_equal_the_unpiped_models(name):
+    """Two stages of two ranks: experts on both, of two expert-parallel sizes, on the first alone, on the last alone.
+
+    In fp32 with clipping and checkpointed activations; in bf16 the norm.
+    """
+    run_ranks(4, _check_all, name, timeout_s=60)
+
+
+def _resumes(folder):
+    for name, stage in (("first", 0), ("last", 1), ("sizes", 0)):
+        options = {"stage": stage, "kind": "Adam"}
+        net, engine = _engine(EP_SIZES[name], **options)
+        engine.train_batch(_parts(engine))
+        engine.save_checkpoint(f"{folder}/{name}", tag="t")
+        dist.barrier()
+        expected = [float(engine.train_batch(_parts(engine, step))) for step in (1, 2)]
+        net, engine = _engine(EP_SIZES[name], **options)
+        for parameter in net.parameters():
+            parameter.data.zero_()
+        engine.load_checkpoint(f"{folder}/{name}")
+        assert [float(engine.train_batch(_parts(engine, step))) for step in (1, 2)] == expected, name
+        with pytest.raises(ValueError, match=r"(stage 0|without a ZeRO|by a ZeRO)"):
+            _engine(EP_SIZES[name], **{**options, "stage": 1 - stage})[1].load_checkpoint(f"{folder}/{name}")
+
+
+def test_stages_without_experts_save_and_resume(tmp_path):
+    """Every rank takes part in the checks of a checkpoint, and raises their error."""
+    run_ranks(4, _resumes, str(tmp_path), timeout_s=60)
+
+
+def _evaluates():
+    _, engine = _engine((2, None), stage=1)
+    engine.eval_batch(_parts(engine))
+    before = [float(engine.eval_batch(_parts(engine))) for _ in range(2)]
+    engine.train_batch(_parts(engine))
+    assert before[0] == before[1]
+    assert float(engine.eval_batch(_parts(engine))) != before[0]
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stage.*pipelines train at ZeRO stage 0 or 1"):
+        _engine((None, 2), stage=2)
+    net = PipelineModule([LayerSpec(Block), LayerSpec(Block, 4)], num_stages=2, loss_fn=loss_of)
+    with pytest.raises(ValueError, match=r"ep_size \(4\) of layer '1\.moe' must divide .* pipeline stage \(2\)"):
+        initialize(model=net, config=config())
+
+
+def test_evaluation_and_what_is_refused():
+    """Errors of one stage's layers are every rank's."""
+    run_ranks(4, _evaluates, timeout_s=60)
+
+
+def test_a_carried_loss_is_a_term_of_the_loss():
+    layer = MoE(D, mlp(), 4, 1, 2, **PLAIN)
+    x, y = batch(0, 0)
+    gradients = []
+    for carried in (False, True):
+        out, l_aux, _ = layer(x)
+        out = layer.carry_loss(out, AUX * l_aux) if carried else out
+        loss = loss_of(out, y) if carried else loss_of(out, y) + AUX * l_aux
+        gradients.append(torch.autograd.grad(loss, list(layer.parameters())))
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected)
+    assert copy.deepcopy(layer).loss_scale() == 1.0

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from deepspeed.moe.layer import MoE
+from deepspeed.utils import groups
 
 from ...groups import raise_together
 from ...metrics import routed_layers
@@ -27,9 +28,10 @@ _EXPERT_OPTIMIZER_FILE = re.compile(r"expp_rank_(\d+)_mp_rank_\d+_optim_states\.
 
 
 def guard_checkpoints(engine: Any) -> None:
-    """Rebinds ``engine.load_checkpoint``: every rank raises the same ValueError for a checkpoint that does not fit."""
-    if not engine.has_moe_layers:
-        return
+    """Rebinds ``engine.load_checkpoint``: every rank raises the same ValueError for a checkpoint that does not fit.
+
+    Of a model that has experts somewhere: a stage of a pipeline may have none.
+    """
     load_checkpoint = engine.load_checkpoint
     signature = inspect.signature(load_checkpoint)
 
@@ -84,7 +86,7 @@ def _check(engine: Any, folder: Path, *, optimizer: bool) -> None:
         )
     if saved_at_zero:
         _check_partitions(engine, folder, saved)
-    else:
+    elif engine.has_moe_layers:
         _check_expert_parallel_size(engine, folder)
 
 
@@ -140,6 +142,8 @@ def _first_difference(theirs: list[list[Any]], own: list[list[Any]]) -> str:
 
 def _check_expert_parallel_size(engine: Any, folder: Path) -> None:
     own = max(layer.ep_size for layer in engine.module.modules() if isinstance(layer, MoE))
+    if engine.pipeline_parallelism:  # the states' files are numbered by the largest size of any stage
+        own = groups._get_max_expert_size()
     names = [_EXPERT_OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir()]
     saved = 1 + max((int(name[1]) for name in names if name), default=-1)
     if saved != own:

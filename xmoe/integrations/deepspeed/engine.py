@@ -34,7 +34,7 @@ from .checks import (
 )
 from .gradients import mend_gradient_norm
 from .moe import MoE
-from .pipeline import check_pipeline, loss_scale_of, share_groups
+from .pipeline import check_pipeline, check_stages, loss_scale_of, share_groups
 from .timing import start_times_with_each_log
 
 native_initialize = deepspeed.initialize  # before patch_deepspeed() puts ours in its place
@@ -128,6 +128,7 @@ def initialize(
     for _, layer in layers:
         layer.loss_scale = functools.partial(loss_scale_of, engine)
     if has_experts or engine.has_moe_layers:
+        check_stages(engine)
         mend_gradient_norm(engine)
         guard_checkpoints(engine)
     start_times_with_each_log(engine)

@@ -11,10 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import groups
 from torch import nn
 
 from ...config import ConfigError
+from ...groups import same_everywhere
 from .moe import MoE, make_groups
 
 
@@ -58,6 +61,14 @@ def share_groups(model: nn.Module, layers: list[tuple[str, MoE]], *, data_first:
     for ep_size, tensor_parallel in wanted:
         make_groups(ep_size, expert_tensor_parallelism=tensor_parallel, data_first=data_first)
     return bool(wanted)
+
+
+def check_stages(engine: Any) -> None:
+    """No stage waits for another in the optimizer's gradient norm. Raises ValueError on every rank. A collective."""
+    optimizer = engine.optimizer
+    if engine.pipeline_parallelism and isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+        number = len(optimizer.optimizer.param_groups)
+        same_everywhere(number, "the number of parameter groups (in fp16 pipelines without ZeRO; ZeRO 1 takes any)")
 
 
 def loss_scale_of(engine: Any) -> float:
