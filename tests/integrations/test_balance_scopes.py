@@ -25,13 +25,14 @@ def weight_and_batch():
     return weight, mean + 0.5 * torch.randn(SEQUENCES, TOKENS, D, generator=generator)
 
 
-def engine_for(weight, *, ep_size=1, accumulation=1, wrap=lambda layer: layer, **options):
+def engine_for(weight, *, ep_size=1, accumulation=1, native=False, wrap=lambda layer: layer, **options):
     net = nn.Sequential(MoE(D, mlp(), NUM_EXPERTS, ep_size, K, **{**PLAIN, **options}))
     with torch.no_grad():
         net[0].deepspeed_moe.gate.wg.weight.copy_(weight)
     call = wrap(net[0])
     net.forward = lambda x: call(x)[1]
-    return engine_of(net, ds=config(kind="SGD", lr=LR, accumulation=accumulation, xmoe={"collective_timeout_s": 1.5}))
+    ds = config(kind="SGD", lr=LR, accumulation=accumulation, xmoe={"collective_timeout_s": 1.5})
+    return engine_of(net, native=native, ds=ds)
 
 
 def step(engine, parts):
@@ -147,6 +148,10 @@ def _uneven_and_recomputed():
             error = relative(step(engine, [own.clone()]), loop_gradient("global_batch", [tokens]))
             assert error < 5e-6, (sizes, kind)
             assert sums == [NUM_EXPERTS + 1], f"{kind}: one sum over the ranks for each layer and forward"
+        # Plain deepspeed.initialize tells nobody where a step ends: each forward's loads stand alone.
+        plain = engine_for(weight, aux_loss_scope="global_batch", native=True)
+        for _ in range(2):
+            assert relative(step(plain, [own.clone()]), loop_gradient("global_batch", [tokens])) < 5e-6
     # An evaluation is this rank's own affair; a training forward is not, and says so.
     engine.eval()
     if rank == 0:
