@@ -5,6 +5,7 @@ import copy
 import io
 import json
 import logging
+import os
 import re
 import sys
 import types
@@ -192,3 +193,21 @@ def test_a_config_is_read_as_deepspeed_reads_it(tmp_path):
     for name, message in (("broken.json", "not valid JSON"), ("list.json", "JSON object"), ("no.json", "No such file")):
         with pytest.raises(xmoe.ConfigError, match=message):
             config_as_dict(str(tmp_path / name), None)
+
+
+@pytest.mark.parametrize(
+    ("variables", "by_mpi"),
+    [({}, False), ({"PMI_SIZE": "1"}, False), ({"PMI_SIZE": "2"}, True), ({"OMPI_COMM_WORLD_SIZE": "2"}, True)],
+)
+def test_ranks_that_mpi_started_are_not_taken_for_worlds_of_one(monkeypatch, variables, by_mpi):
+    """Scripts may leave the process group to ``deepspeed.initialize``, which asks MPI for its ranks."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    options = {}
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda **given: options.update(given))
+    init_distributed()
+    assert options["auto_mpi_discovery"] is by_mpi
+    assert ("RANK" in os.environ) is not by_mpi

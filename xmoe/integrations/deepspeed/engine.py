@@ -54,11 +54,13 @@ def init_distributed(**options: Any) -> None:
         importlib.import_module("deepspeed.comm.torch")
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
         options.setdefault("dist_backend", "gloo")
-    if "RANK" not in os.environ and not dist.is_initialized():
+    has_rank = "RANK" in os.environ or dist.is_initialized()
+    by_mpi = not has_rank and any(os.environ.get(name, "1") != "1" for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    if not has_rank and not by_mpi:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")
-    options.setdefault("auto_mpi_discovery", False)
+    options.setdefault("auto_mpi_discovery", by_mpi)
     deepspeed.init_distributed(**options)
 
 
