@@ -1,7 +1,7 @@
-"""Signals and ``--resume``: four ranks under a real torchrun are interrupted in four ways.
+"""Signals and ``--resume``: four ranks under a real torchrun are interrupted in three ways.
 
-One run is left alone. Another is interrupted and resumed four times; its losses must be the first one's. Starting
-four ranks takes most of the time, so all tests share these two runs.
+One run is left alone. Another is interrupted and resumed three times; its losses must be the first one's. Starting
+four ranks takes most of the time, so all tests share these two runs. The two signals have one handler (test_stop.py).
 """
 
 from __future__ import annotations
@@ -66,10 +66,6 @@ def term_launcher(job: Job) -> None:
     job.launcher.send_signal(signal.SIGTERM)
 
 
-def term_rank(job: Job) -> None:
-    os.kill(job.rank_pid(2), signal.SIGTERM)
-
-
 def usr1_rank_twice(job: Job) -> None:
     os.kill(job.rank_pid(1), signal.SIGUSR1)
     time.sleep(0.3)
@@ -87,7 +83,6 @@ def kill_launcher(job: Job) -> None:
 
 WAYS = {
     "term-launcher": term_launcher,
-    "term-one-rank": term_rank,
     "usr1-one-rank-and-again": usr1_rank_twice,
     "launcher-dies": kill_launcher,
 }
@@ -134,7 +129,6 @@ def test_the_launcher_reports_success_when_one_rank_was_signalled(
     interrupted: tuple[Path, dict[str, Stage]],
 ) -> None:
     stages = interrupted[1]
-    assert stages["term-one-rank"].launcher_code == 0
     assert stages["usr1-one-rank-and-again"].launcher_code == 0
     # torchrun's own answer to SIGTERM, whatever its ranks return.
     assert stages["term-launcher"].launcher_code != 0

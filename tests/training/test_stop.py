@@ -48,7 +48,7 @@ def test_the_upper_process_of_the_deepspeed_command_is_watched_too(monkeypatch: 
     monkeypatch.setattr(stop_module, "_command_line", lambda pid: b"python\0-m\0deepspeed.launcher.launch")
     request = StopRequest.install(launched=True)
     assert request.reason is None
-    monkeypatch.setattr(stop_module, "_parent_of", lambda pid: 1)
+    monkeypatch.setattr(stop_module, "_parent_of", lambda pid: -1)
     assert "deepspeed command" in (request.reason or "")
 
 
