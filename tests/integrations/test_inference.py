@@ -59,8 +59,10 @@ def _inference(dtype, ep_size):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("world", "ep_size"), [(1, 1), (2, 2), (4, 2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("world", "ep_size", "dtype"),
+    [(1, 1, torch.bfloat16), (2, 2, torch.float32), (2, 2, torch.bfloat16), (4, 2, torch.float32)],
+)
 def test_the_inference_engine_gives_the_models_outputs(world, ep_size, dtype):
     run_ranks(world, _inference, dtype, ep_size)
 

@@ -29,7 +29,7 @@ SCRIPT = Path(__file__).with_name("megatron_style.py")
 SECTION = {"score_function": "sigmoid", "z_loss_coefficient": 1e-2}
 
 
-def _run_script(header, renamed, folder, section):
+def _run_script(folder, section, header, renamed, mlp_types=("standard", "residual")):
     init_distributed()
     text = SCRIPT.read_text(encoding="utf-8")
     for old, new in renamed.items():
@@ -38,27 +38,30 @@ def _run_script(header, renamed, folder, section):
     names = {"__name__": "megatron_style"}
     exec(compile(header + text, str(SCRIPT), "exec"), names)
     content = {key: value for key, value in config(stage=2, clip=0.05, xmoe=section).items() if key != "optimizer"}
-    return names["main"](folder, content), names["main"](folder + "-residual", content, mlp_type="residual")
+    return [names["main"](f"{folder}/{mlp_type}", content, mlp_type=mlp_type) for mlp_type in mlp_types]
 
 
 @pytest.mark.dist
 def test_a_script_that_only_calls_the_patch_trains_and_resumes_as_one_written_for_xmoe(tmp_path):
-    patched = run_ranks(2, _run_script, "import xmoe\nxmoe.patch_deepspeed()\n", {}, str(tmp_path / "patched"), SECTION)
+    patch = "import xmoe\nxmoe.patch_deepspeed()\n"
     renamed = {"from deepspeed.moe.layer import MoE": "from xmoe import MoE, initialize"}
     renamed["deepspeed.initialize("] = "initialize("
-    written = run_ranks(2, _run_script, "", renamed, str(tmp_path / "written"), SECTION)
-    bare = run_ranks(2, _run_script, "import xmoe\nxmoe.patch_deepspeed()\n", {}, str(tmp_path / "bare"), {})
+    folders = [str(tmp_path / name) for name in ("patched", "written", "bare")]
+    patched = run_ranks(2, _run_script, folders[0], SECTION, patch, {})
+    written = run_ranks(2, _run_script, folders[1], SECTION, "", renamed)
+    bare = run_ranks(2, _run_script, folders[2], {}, patch, {}, ("standard",))
     for rank in range(2):
-        for found, expected, other in zip(patched[rank], written[rank], bare[rank], strict=True):
+        for found, expected in zip(patched[rank], written[rank], strict=True):
             assert found["packages"] == expected["packages"]
             assert "xmoe" in found["packages"]
             assert "deepspeed" not in found["packages"]
             for part in ("first", "rest", "resumed"):
                 assert found[part] == pytest.approx(expected[part], abs=1e-6)
             assert found["resumed"] == pytest.approx(found["rest"], abs=1e-6)
-            # The section was read: other scores, other losses.
-            assert abs(found["rest"][-1] - other["rest"][-1]) > 1e-4
-    saved = [sorted(path.name for path in (tmp_path / name / "three").iterdir()) for name in ("patched", "written")]
+            assert found["rest"] != found["first"]
+        # The section was read: other scores, other losses.
+        assert abs(patched[rank][0]["rest"][-1] - bare[rank][0]["rest"][-1]) > 1e-4
+    saved = [sorted(path.name for path in Path(folder, "standard", "three").iterdir()) for folder in folders[:2]]
     assert saved[0] == saved[1]
 
 

@@ -39,7 +39,7 @@ class Patch:
         global _builds_ours
         self._switched = not _builds_ours
         self._modules: list[tuple[ModuleType, str]] = []
-        NativeMoE.__new__ = _new
+        NativeMoE.__new__ = staticmethod(_new)
         _builds_ours = True
         for name, module in list(sys.modules.items()):
             if isinstance(module, ModuleType) and not name.startswith("xmoe."):

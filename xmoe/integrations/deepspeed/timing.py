@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from deepspeed.moe.sharded_moe import FIRST_ALLTOALL_TIMER, MOE_TIMER, SECOND_ALLTOALL_TIMER
 from torch import Tensor
 
@@ -63,6 +64,7 @@ class _Timed:
         return self._dispatcher.rows_sent_away(plan)
 
 
+@torch.compiler.disable(recursive=True)
 def timed_forward(layer: MOELayer, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """``RoutedMLP.forward(layer, *args)``, timed."""
     dispatcher = layer.dispatcher
