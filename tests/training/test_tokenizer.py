@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from xmoe.config import ConfigError, DataConfig
 from xmoe.testing import run_ranks
 from xmoe.training.corpus import open_corpus, plan_corpus, write_corpus
-from xmoe.training.tokenizer import BYTES, check_vocab_size, read_vocabulary, train_tokenizer, whole_lines
+from xmoe.training.tokenizer import BYTES, Encoder, check_vocab_size, read_vocabulary, train_tokenizer, whole_lines
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -66,6 +66,15 @@ def test_the_streams_decode_to_the_files(text: Path, tokenizer: Path, tmp_path: 
         assert bytes_per_token > 1.5
         assert "latin.txt" not in [file.path.name for file in files]
     assert bytes(corpus.held_out_bytes) == b"".join(file.path.read_bytes() + b"\0" for file in split.held_out)
+
+
+def test_a_long_file_goes_through_in_pieces(tokenizer: Path) -> None:
+    text = TEXT * 3000  # 250 kB; the cuts fall inside characters
+    content = text.encode()
+    chunks = [content[at : at + 99_991] for at in range(0, len(content), 99_991)]
+    stream = b"".join(Encoder(read_vocabulary(str(tokenizer))).encode(chunks))
+    reader = tokenizers.Tokenizer.from_file(str(tokenizer))
+    assert reader.decode(np.frombuffer(stream, dtype=np.uint16).tolist()) == text
 
 
 def test_the_cache_is_keyed_by_the_tokenizers_content(text: Path, tokenizer: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ SETTING = "data.tokenizer"
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 # Bytes of a byte-level alphabet and the end of a file.
 MIN_VOCAB_SIZE = 257
+# Enough pieces at a time to keep every core busy with a large file.
+_PIECE_BYTES, _BATCH = 1 << 16, 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +104,14 @@ class Encoder:
         if self._tokenizer is None:
             yield from chunks
             return
-        for piece in whole_lines(chunks):
-            ids = self._tokenizer.encode(piece.decode("utf-8"), add_special_tokens=False).ids
-            yield np.array(ids, dtype=self._vocabulary.dtype).tobytes()
+        pieces = whole_lines(_cut(chunks))
+        while batch := [piece.decode("utf-8") for piece in itertools.islice(pieces, _BATCH)]:
+            for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                yield np.array(encoding.ids, dtype=self._vocabulary.dtype).tobytes()
+
+
+def _cut(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    return (chunk[at : at + _PIECE_BYTES] for chunk in chunks for at in range(0, len(chunk), _PIECE_BYTES))
 
 
 def whole_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
