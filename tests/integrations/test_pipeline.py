@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from ds_nets import EXPERT_KEY, PLAIN, D, MoE, batch, config, gather_whole, init_distributed, mlp
 from torch import nn
 
@@ -63,7 +64,7 @@ def _load(net, whole):
     return state
 
 
-def _unpiped(stages, clip, replicas=2):
+def _unpiped(stages, clip=0.0, replicas=2):
     """Parameters after a step of the whole model in one process, in float64, and the norm of its gradient."""
     net, whole = _whole(stages)
     net.load_state_dict(whole)
@@ -87,11 +88,18 @@ def _unpiped(stages, clip, replicas=2):
     return {key: value.double() - factor * grad for (key, value), grad in pairs}, norm
 
 
-def _engine(stages, *, interval=0, **options):
+def _engine(stages, *, interval=0, tensor_parallel=1, **options):
     init_distributed()
     layers = [LayerSpec(Block, size) for size in stages]
+    replicas = dist.get_world_size() // 2 // tensor_parallel
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=tensor_parallel, num_dp=replicas)
     net = PipelineModule(
-        layers, num_stages=2, loss_fn=loss_of, partition_method="uniform", activation_checkpoint_interval=interval
+        layers,
+        topology=topology if tensor_parallel > 1 else None,
+        num_stages=2,
+        loss_fn=loss_of,
+        partition_method="uniform",
+        activation_checkpoint_interval=interval,
     )
     _load(net, _whole(stages)[1])
     return net, initialize(model=net, config=config(**{"kind": "SGD", "accumulation": PARTS, **options}))[0]
@@ -113,7 +121,8 @@ def _check(cases):
     for case in cases:
         options = {**case}
         stages = EP_SIZES[options.pop("stages")]
-        expected, norm = _unpiped(stages, options.get("clip", 0.0))
+        replicas = 2 // options.get("tensor_parallel", 1)
+        expected, norm = _unpiped(stages, options.get("clip", 0.0), replicas)
         found, found_norm = _piped(stages, **options)
         assert found_norm == pytest.approx(norm, rel=1e-5), case
         assert found.keys() == expected.keys()
@@ -124,7 +133,7 @@ def _check(cases):
 
 def _check_bf16(stages):
     for stage in (0, 1):
-        _, norm = _unpiped(stages, 0.0)
+        _, norm = _unpiped(stages)
         _, found = _piped(stages, stage=stage, bf16=True)
         assert found == pytest.approx(norm, rel=0.02), stage
 
@@ -142,6 +151,12 @@ def test_gradients_equal_the_unpiped_models(name):
     In fp32 with clipping and checkpointed activations; in bf16 the norm.
     """
     run_ranks(4, _check_all, name, timeout_s=60)
+
+
+def test_pipelines_of_tensor_parallel_ranks():
+    """Two stages of two ranks that share their tokens, and hold different experts."""
+    cases = [{"stages": "both", "stage": 0}, {"stages": "first", "stage": 1, "clip": 0.1}]
+    run_ranks(4, _check, [{**case, "tensor_parallel": 2} for case in cases], timeout_s=60)
 
 
 def _resumes(folder):

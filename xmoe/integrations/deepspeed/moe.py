@@ -18,15 +18,17 @@ from deepspeed.moe import experts as native_experts
 from deepspeed.moe import layer as native_layer
 from deepspeed.moe import sharded_moe as native_moe
 from deepspeed.utils import groups
-from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
 from deepspeed.utils.timer import SynchronizedWallClockTimer
 from torch import Tensor, nn
 
 from ... import experts as core_experts
 from ...balance import AuxLossScope
 from ...config import ConfigError, XMoEConfig, parse_section
+from ...dispatch.base import Dispatcher
 from ...dispatch.flat import FlatDispatcher
 from ...dispatch.local import LocalDispatcher
+from ...dispatch.tensor_parallel import SharedTokens
 from ...groups import warm_up
 from ...layer import RoutedMLP
 from ...ops.collectives import Exchange
@@ -323,22 +325,19 @@ class MoE(native_layer.MoE):
             first_id = groups._get_expert_parallel_rank(self.expert_group_name) * self.num_local_experts
             self._initial.move(self.deepspeed_moe.experts, first_id)
             self._initial = None
-        tensor_parallel = 1 if groups.mpu is None else bwc_tensor_model_parallel_world_size(groups.mpu)
-        if tensor_parallel > 1 and not self.enable_expert_tensor_parallelism:
-            # Each tensor-parallel rank sends the same tokens, and DeepSpeed divides by the data-parallel size only.
-            for parameter in self.deepspeed_moe.experts.parameters():
-                if parameter.requires_grad:
-                    parameter.register_hook(lambda grad: grad / tensor_parallel)
         connect_global_loads(self.deepspeed_moe.gate, config, layer_name=self.layer_name)
-        if self.ep_size == 1 and config.dispatch != "flat":
-            self.deepspeed_moe.set_dispatcher(LocalDispatcher())
-            return
         guard = config.self_row_guard == "on" or (config.self_row_guard == "auto" and torch.version.hip is not None)
         exchange = Exchange(
             group=group, label=self.layer_name, timeout_s=config.collective_timeout_s, self_row_guard=guard
         )
-        warm_up(group, torch.device(get_accelerator().current_device_name()))
-        self.deepspeed_moe.set_dispatcher(FlatDispatcher(exchange))
+        dispatcher: Dispatcher = LocalDispatcher()
+        if self.ep_size > 1 or config.dispatch == "flat":
+            warm_up(group, torch.device(get_accelerator().current_device_name()))
+            dispatcher = FlatDispatcher(exchange)
+        if bwc_tensor_model_parallel_world_size(groups.mpu) > 1 and not self.enable_expert_tensor_parallelism:
+            same_tokens = replace(exchange, group=bwc_tensor_model_parallel_group(groups.mpu))
+            dispatcher = SharedTokens(dispatcher, same_tokens)
+        self.deepspeed_moe.set_dispatcher(dispatcher)
 
 
 def make_groups(ep_size: int, *, expert_tensor_parallelism: bool, data_first: bool) -> None:
