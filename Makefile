@@ -32,7 +32,7 @@ train: .venv/.installed-cpu
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --no-python --nproc-per-node $(NPROC) $(BIN)/xmoe train --config $(CONFIG) --overwrite
 
 test: .venv/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: .venv/.installed-test
 	$(BIN)/ruff check .
@@ -40,7 +40,7 @@ lint: .venv/.installed-test
 	$(BIN)/mypy
 
 soak: .venv/.installed-test
-	$(BIN)/pytest -m soak $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak $(PYTEST_ARGS)
 
 # Scripts, not modules: the root of the clone must stay off sys.path, where kernels/ would hide other packages.
 bench: .venv/.installed-test

@@ -50,8 +50,8 @@ setup(
         "deepspeed": ["deepspeed>=0.19.8,<0.20"],
         "triton": ["triton>=3"],
         "mpi": ["mpi4py"],
-        "train": ["deepspeed>=0.19.8,<0.20", "matplotlib"],
-        "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+        "train": ["deepspeed>=0.19.8,<0.20", "matplotlib", "tensorboard", "tokenizers>=0.20"],
+        "test": ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy"],
     },
     entry_points={"console_scripts": ["xmoe = xmoe.launch.cli:main"]},
     classifiers=[

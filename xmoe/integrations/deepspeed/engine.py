@@ -64,6 +64,10 @@ def init_distributed(**options: Any) -> None:
     deepspeed.init_distributed(**options)
 
 
+# Sections that say where a rank writes; these may differ between ranks.
+_PER_RANK = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler")
+
+
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -106,7 +110,7 @@ def initialize(
         error = found
     raise_together(error)
     assert model is not None
-    same_everywhere(content, "the DeepSpeed config")
+    same_everywhere({k: v for k, v in content.items() if k not in _PER_RANK}, "the DeepSpeed config")
     layers = _moe_layers(model)
     if not isinstance(model, PipelineModule):  # whose stages hold different layers
         sizes = [(name, layer.num_experts, layer.ep_size) for name, layer in layers]
