@@ -9,7 +9,8 @@ tensors kept for backward (by storage; parameters excluded, the layer's input in
 
 Hidden states of a language model share a mean, and so their routing is uneven. The inputs here have a common mean of
 0.2 standard deviations, which gives the loads a coefficient of variation of 0.3 to 0.4 (printed with each shape):
-`make train` falls below that after about 200 steps and ends at 0.2, where an auxiliary loss has evened its loads. All contestants get the same inputs; ``--mean 0`` makes loads even.
+`make train` falls below that after about 200 steps and ends at 0.2, where an auxiliary loss has evened its loads.
+All contestants get the same inputs; ``--mean 0`` makes loads even.
 
 Figures of the metrics:
 
