@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 from collections.abc import Callable
 from typing import Any
+
+# Before anything imports Triton: kernels are defined for its interpreter, or for a device, once in a process.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import numpy as np
 import pytest

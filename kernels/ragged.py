@@ -1,0 +1,73 @@
+"""Ragged data of grouped GEMMs: where each expert's rows lie, how they are cut into tiles, where weights lie.
+
+Rows of all experts follow each other without padding. Padding exists in the schedule only: a tile of ``block_m`` rows
+may reach past its expert's last row, and nothing there is read as data or written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileSchedule:
+    """Tiles of ``block_m`` rows, in the order of their experts; everything on the device.
+
+    ``offsets_e1``   int32 ``[e + 1]``: ``offsets[0] = 0``, ``offsets[x + 1] = offsets[x] + counts[x]``; the last is M
+    ``tile_expert``  int32 ``[max_tiles]``; expert of each tile, valid below ``num_tiles``
+    ``tile_row``     int32 ``[max_tiles]``; first row of each tile, valid below ``num_tiles``. Its rows end at
+                     ``min(tile_row + block_m, offsets[tile_expert + 1])``
+    ``num_tiles``    int32 ``[1]``: ``sum over x of ceil(counts[x] / block_m)``
+    ``max_tiles``    host bound on ``num_tiles``: ``M // block_m + e``
+    ``num_rows``     host, M
+
+    Example: counts [3, 0, 2], block_m=2 gives offsets [0, 3, 3, 5], experts [0, 0, 2], rows [0, 2, 3], 3 tiles.
+    """
+
+    offsets_e1: Tensor
+    tile_expert: Tensor
+    tile_row: Tensor
+    num_tiles: Tensor
+    max_tiles: int
+    num_rows: int
+    block_m: int
+
+    @property
+    def num_experts(self) -> int:
+        return self.offsets_e1.numel() - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacked:
+    """One matrix of every expert, at equal distances: expert x's starts ``x * stride`` elements after ``first``.
+
+    ``first``  ``[out, in]`` (or a bias, ``[out]``), contiguous: the first expert's own tensor
+    """
+
+    first: Tensor
+    stride: int
+    num_experts: int
+
+
+def stack(weights: Sequence[Tensor]) -> Stacked:
+    """The experts' matrices as one :class:`Stacked`: by their addresses where these are equally spaced, else a copy.
+
+    Parameters allocated one after the other, or flattened by ZeRO, are equally spaced. Others are copied at each
+    call, which costs the memory of one more set of weights while the layer runs.
+    """
+    first = weights[0]
+    if all(weight.is_contiguous() for weight in weights) and not first.is_meta:
+        size = first.element_size()
+        distances = [weight.data_ptr() - first.data_ptr() for weight in weights]
+        stride = distances[1] // size if len(weights) > 1 else first.numel()
+        if all(distance == index * stride * size for index, distance in enumerate(distances)):
+            return Stacked(first=first, stride=stride, num_experts=len(weights))
+        logger.debug("%d expert matrices of shape %s are not equally spaced: copied", len(weights), tuple(first.shape))
+    return Stacked(first=torch.stack(list(weights)), stride=first.numel(), num_experts=len(weights))
