@@ -16,6 +16,7 @@ from xmoe import __version__
 from xmoe.config import ConfigError, TrainConfig, json_schema, read_json, read_train_config
 
 from .env import ProcessPlace, find_place, is_launched
+from .kernels_cli import kernels
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ _INSTALL = {
     "machine use its own build)",
     "deepspeed": 'pip install "deepspeed>=0.19.8,<0.20"',
     "tokenizers": "pip install tokenizers",
+    "triton": "a ROCm or CUDA build of torch brings its own; elsewhere pip install triton",
     "mpi4py": 'build it for the MPI of this machine, "pip install --no-binary mpi4py mpi4py" (a machine without MPI: '
     '"pip install mpi4py mpich"), or set MASTER_ADDR and MASTER_PORT',
 }
@@ -158,6 +160,7 @@ def config(
 
 tokenizer = typer.Typer(help="Make a tokenizer for data.tokenizer.", no_args_is_help=True)
 app.add_typer(tokenizer, name="tokenizer")
+app.add_typer(kernels, name="kernels")
 
 
 @tokenizer.callback()
