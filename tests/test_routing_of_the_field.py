@@ -12,7 +12,6 @@ from xmoe.config import ConfigError
 from xmoe.experts import Experts
 from xmoe.kernels import reference
 from xmoe.layer import RoutedMLP
-from xmoe.replay import Decisions
 from xmoe.router import RouterSettings, TopKRouter
 from xmoe.testing import assert_close
 
@@ -255,50 +254,44 @@ def test_no_tokens_give_a_connected_zero(scope, shape):
     assert torch.equal(layer.gate.wg.weight.grad, torch.zeros_like(layer.gate.wg.weight))
 
 
-def oracle_global_losses(weight, micro_batches, *, k):
-    """Loss of each micro-batch with the loads of all up to it, by loops; ``micro_batches`` hold all ranks' tokens."""
-    counts, tokens, losses = [0] * E, 0, []
-    for x in micro_batches:
-        logits = x @ weight.t()
-        for row in oracle_ids(logits.detach(), k=k, score_function="softmax"):
-            for expert in row:
-                counts[expert] += 1
-        tokens += len(x)
-        shares = logits.softmax(1)
-        losses.append(sum(E / k * counts[e] / tokens * shares[:, e].sum() / len(x) for e in range(E)))
-    return losses
+def oracle_step_loss(weight, x, counted, *, k):
+    """By loops: the loads are those of the tokens ``counted`` (the last step's), the shares those of ``x``."""
+    counts = [0] * E
+    for row in oracle_ids((counted @ weight.t()).detach(), k=k, score_function="softmax"):
+        for expert in row:
+            counts[expert] += 1
+    shares = (x @ weight.t()).softmax(1)
+    return sum(E / k * counts[e] / len(counted) * shares[:, e].sum() / len(x) for e in range(E))
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_global_loads_add_up_over_the_micro_batches_of_a_step(k):
+def test_the_global_batch_is_balanced_by_the_loads_of_the_last_step(k):
     router = make_router(dtype=torch.float64, top_k=k, aux_loss_scope="global_batch", **NO_NOISE)
-    router.global_loads.accumulates = True
-    for _ in range(2):  # steps
-        router.global_loads.begin_step()
+    router.steps_end = True
+    last = None
+    for _ in range(3):  # steps
         weight = router.wg.weight.detach().clone().requires_grad_()
         parts = [torch.randn(size, D, dtype=torch.float64) for size in (5, 11, 1)]
-        losses = [router(x).aux_loss for x in parts]
-        for found, expected in zip(losses, oracle_global_losses(weight, parts, k=k), strict=True):
-            assert_close(found, expected)
-        gradient = torch.autograd.grad(sum(losses), router.wg.weight)[0]
-        assert_close(gradient, torch.autograd.grad(sum(oracle_global_losses(weight, parts, k=k)), weight)[0])
+        routed = [router(x) for x in parts]
+        gradient = torch.autograd.grad(sum(r.aux_loss for r in routed), router.wg.weight)[0]
+        if last is None:
+            assert all(r.aux_loss.item() == pytest.approx(1.0) for r in routed), "even loads: 1, whatever the shares"
+            assert float(gradient.abs().max()) < 1e-14
+        else:
+            expected = [oracle_step_loss(weight, x, last, k=k) for x in parts]
+            for found, wanted in zip(routed, expected, strict=True):
+                assert_close(found.aux_loss, wanted)
+            assert_close(gradient, torch.autograd.grad(sum(expected), weight)[0])
+        router.end_step(sum(r.selected_per_expert_E for r in routed))
+        last = torch.cat(parts)
 
 
-def test_evaluation_and_recomputes_leave_the_global_loads_alone():
+def test_masked_tokens_are_in_no_load_and_no_share():
     router = make_router(dtype=torch.float64, top_k=3, aux_loss_scope="global_batch", **NO_NOISE)
-    router.global_loads.accumulates = True
-    first, second = torch.randn(2, 9, D, dtype=torch.float64)
-    alone = router.eval()(first).aux_loss
-    router.train()
-    with torch.no_grad():
-        assert_close(router(first).aux_loss, alone)
-    made = []
-    kept = router(second, decide=Decisions(made, replaying=False, recorded=True)).aux_loss
-    again = router(second, decide=Decisions(made, replaying=True, recorded=False)).aux_loss
-    assert torch.equal(kept, again)
-    expected = oracle_global_losses(router.wg.weight, [second, first], k=3)
-    assert_close(kept, expected[0])
-    assert_close(router(first).aux_loss, expected[1])
+    router.steps_end = True
+    x, used = torch.randn(9, D, dtype=torch.float64), torch.arange(9) % 3 > 0
+    router.end_step(router(x, used).selected_per_expert_E)
+    assert_close(router(x, used).aux_loss, oracle_step_loss(router.wg.weight, x[used], x[used], k=3))
 
 
 def test_without_an_engine_every_forward_stands_alone():
@@ -308,5 +301,18 @@ def test_without_an_engine_every_forward_stands_alone():
     for _ in range(2):
         x = torch.randn(9, D, dtype=torch.float64)
         assert_close(router(x).aux_loss, plain(x).aux_loss)
-    copied = copy.deepcopy(router)
-    assert copied.global_loads is not router.global_loads
+
+
+def test_the_loads_are_saved_and_checkpoints_without_them_load():
+    router = make_router(top_k=3, aux_loss_scope="global_batch", **NO_NOISE)
+    plain = make_router(top_k=3, **NO_NOISE)
+    counts = torch.arange(E)
+    router.end_step(counts)
+    other = copy.deepcopy(router)
+    other.end_step(torch.zeros(E, dtype=torch.int64))
+    other.load_state_dict(router.state_dict())
+    assert torch.equal(other.last_step_counts, counts)
+    assert "last_step_counts" not in plain.state_dict()
+    plain.load_state_dict(router.state_dict())
+    other.load_state_dict(plain.state_dict())
+    assert not other.last_step_counts.any(), "loads of another run were kept"

@@ -1,6 +1,6 @@
 """The load-balancing loss, and over which tokens its loads and its scores are averaged.
 
-With ``s'`` a token's share of scores (they sum to 1) and N tokens, every scope's loss is a mean of
+With ``s'`` a token's share of scores (they sum to 1), every scope's loss is
 
     E / K * sum over experts of load_e * share_e
     load_e   selections of expert e by the tokens counted, over their number: a constant
@@ -8,24 +8,24 @@ With ``s'`` a token's share of scores (they sum to 1) and N tokens, every scope'
 
 ``micro_batch``   both over this rank's tokens of the forward: DeepSpeed's formula (at k = 2 first choices only)
 ``sequence``      both over one sequence, and the mean over sequences: DeepSeek-V3 (arXiv 2412.19437, eqs. 17-20)
-``global_batch``  the loads over all data-parallel ranks and the optimizer step so far, the shares over all ranks'
-                  tokens of this forward: "Demons in the Detail" (arXiv 2501.11873, section 3)
+``global_batch``  the loads over the whole global batch, the shares over this rank's tokens of the forward: "Demons in
+                  the Detail" (arXiv 2501.11873, section 3)
 
-A sequence-wise loss does not change with the number of ranks or micro-batches a batch of equal sequences is split
-into. That over the global batch does not change with the ranks; with micro-batches it does, as the gradient of
-those before cannot know the loads of those to come.
+A micro-batch's backward runs before the later ones of its optimizer step are routed, so no constant made of the step
+in progress can be the same for every split of a batch. The global batch's loads are therefore those of the last
+optimizer step, as in auxiliary-loss-free balancing (arXiv 2408.15664, algorithm 1). The gradients of ``sequence`` and
+``global_batch`` then do not depend on how equal sequences are spread over ranks and micro-batches.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .kernels import reference
-from .ops.collectives import Exchange, sum_over_ranks
 
 AuxLossScope = Literal["micro_batch", "sequence", "global_batch"]
 
@@ -65,40 +65,13 @@ def loads_of_parts(ids_TK: Tensor, counted_T: Tensor, *, num_parts: int, num_exp
     return BalanceLoads(loads_BE=counts_BE.to(tokens_B.dtype) / tokens_B[:, None], divisors_B=tokens_B * num_parts)
 
 
-class GlobalLoads:
-    """Loads over all ranks that train other tokens of the same layer and, if it accumulates, over micro-batches.
+def loads_of_step(step_counts_E: Tensor, counted_T: Tensor, *, top_k: int) -> BalanceLoads:
+    """Loads from the selections of one whole optimizer step; even ones, K / E, where there are none yet.
 
-    ``exchange``     those ranks; None: this rank alone
-    ``accumulates``  somebody calls :meth:`begin_step` at each optimizer step
+    ``step_counts_E`` are those of all ranks, int64. Every counted token made K selections.
     """
-
-    def __init__(self) -> None:
-        self.exchange: Exchange | None = None
-        self.accumulates = False
-        self._total: Tensor | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A process group can be neither copied nor pickled: a copy of the layer stands alone until it is connected.
-        return {"exchange": None, "accumulates": False, "_total": None}
-
-    def begin_step(self) -> None:
-        self._total = None
-
-    def add(self, ids_TK: Tensor, counted_T: Tensor, num_experts: int) -> BalanceLoads:
-        """Loads of the step with one more forward's selections. A collective: every rank makes every forward.
-
-        The shares of this forward are divided by the tokens of a mean rank, so that the mean of the ranks' losses,
-        and of their gradients, is the loss of all tokens however they are spread.
-        """
-        now = torch.cat([reference.count_ids(ids_TK, num_experts), counted_T.sum().round().long()[None]])
-        num_ranks = 1
-        if self.exchange is not None:
-            now, num_ranks = sum_over_ranks(now, self.exchange)
-        total = now if self._total is None else self._total + now
-        if self.accumulates:
-            self._total = total
-        numbers = total.to(counted_T.dtype)
-        return BalanceLoads(
-            loads_BE=(numbers[:-1] / numbers[-1].clamp(min=1))[None],
-            divisors_B=now[-1:].to(counted_T.dtype).clamp(min=1) / num_ranks,
-        )
+    counts_E = step_counts_E.to(counted_T.dtype)
+    total = counts_E.sum()
+    even_E = torch.full_like(counts_E, 1.0 / counts_E.numel())
+    loads_E = top_k * torch.where(total > 0, counts_E / total.clamp(min=1), even_E)
+    return BalanceLoads(loads_BE=loads_E[None], divisors_B=counted_T.sum().clamp(min=1)[None])

@@ -97,8 +97,8 @@ class XMoEConfig(_Section):
     aux_loss_scope: Literal["micro_batch", "sequence", "global_batch"] = Field(
         "micro_batch",
         description="Tokens whose selections the load-balancing loss balances: this rank's of one forward (DeepSpeed); "
-        "each sequence's, for hidden states [..., sequence, hidden] (DeepSeek-V3); or all data-parallel ranks' of "
-        "the optimizer step so far, at one small all-reduce per layer and forward.",
+        "each sequence's, for hidden states [..., sequence, hidden] (DeepSeek-V3); or those of the whole global batch, "
+        "by the selections of the last optimizer step.",
     )
     z_loss_coefficient: float = Field(
         0.0, ge=0, description="Factor on mean(logsumexp(logits)^2) inside the returned l_aux."

@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from .balance import AuxLossScope, BalanceLoads, GlobalLoads, balancing_loss, loads_of_parts
+from .balance import AuxLossScope, BalanceLoads, balancing_loss, loads_of_parts, loads_of_step
 from .config import ConfigError
 from .kernels import reference
 from .ops.routing import router_logits, top_k_weights
@@ -96,7 +96,10 @@ class TopKRouter(nn.Module):
 
     Parameters and buffers: ``wg.weight`` ``[E, D]``; with ``correction_bias=True`` a saved float32 buffer
     ``correction_bias`` ``[E]``, which stays float32 when the model is converted, and ``step_counts`` ``[E]`` (not
-    saved), the selections since the last optimizer step. ``global_loads`` are those of the loss over the global batch.
+    saved), the selections since the last optimizer step. With the loss over the global batch there is a saved buffer
+    ``last_step_counts`` ``[E]``, the selections of the last optimizer step by all ranks.
+
+    ``steps_end``  somebody calls :meth:`end_step` after each optimizer step; else every forward stands alone
 
     Raises ValueError when ``top_k`` is not in 1..num_experts, or when the groups do not fit it.
     """
@@ -104,6 +107,7 @@ class TopKRouter(nn.Module):
     wg: nn.Linear
     correction_bias: Tensor | None
     step_counts: Tensor
+    last_step_counts: Tensor | None
 
     def __init__(
         self, hidden_size: int, num_experts: int, *, settings: RouterSettings, correction_bias: bool = False
@@ -111,16 +115,41 @@ class TopKRouter(nn.Module):
         nn.Module.__init__(self)
         _check(settings, num_experts)
         self.num_experts = num_experts
-        self.settings = settings
         self.wg = nn.Linear(hidden_size, num_experts, bias=False)
         self.register_buffer("correction_bias", torch.zeros(num_experts) if correction_bias else None)
         self.register_buffer("step_counts", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
-        self.global_loads = GlobalLoads()
+        self.register_buffer("last_step_counts", None)
+        self.steps_end = False
+        self.configure(settings)
 
     def configure(self, settings: RouterSettings) -> None:
         """Replaces the settings. Raises ValueError when they do not fit the router."""
         _check(settings, self.num_experts)
         self.settings = settings
+        if settings.aux_loss_scope != "global_batch":
+            self.last_step_counts = None
+        elif self.last_step_counts is None:
+            self.last_step_counts = torch.zeros_like(self.step_counts)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # A checkpoint of DeepSpeed's layer, or of another scope of the loss, has no counts or needless ones.
+        key = f"{prefix}last_step_counts"
+        if self.last_step_counts is None:
+            state_dict.pop(key, None)
+        elif key not in state_dict:
+            state_dict[key] = torch.zeros_like(self.last_step_counts)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
         # A bias step of 1e-3 is lost in bfloat16: the buffer follows moves between devices, never casts.
@@ -142,8 +171,7 @@ class TopKRouter(nn.Module):
         """Routes ``x_TD``. ``used_token_T``: tokens that are zero or False there take no expert.
 
         ``num_sequences`` equal sequences lie one after the other in ``x_TD``. ``decide`` runs the selection, or
-        returns the recorded one (see ``xmoe.replay``). With the loss over the global batch a training forward is a
-        collective.
+        returns the recorded one (see ``xmoe.replay``).
         """
         decide = fresh_decisions() if decide is None else decide
         with torch.autocast(x_TD.device.type, enabled=False):
@@ -161,14 +189,14 @@ class TopKRouter(nn.Module):
             x_TD = x_TD * _uniform(x_TD, 1 - settings.input_jitter, 1 + settings.input_jitter)
         logits_TE = router_logits(x_TD, self.wg.weight)
         scores_TE = torch.softmax(logits_TE, dim=1) if settings.score_function == "softmax" else logits_TE.sigmoid()
-        noise, counted_T, trains = self._draw(logits_TE), self._counted(scores_TE, used_T), self.trains(decide)
+        noise, counted_T = self._draw(logits_TE), self._counted(scores_TE, used_T)
 
         @torch.no_grad()
         def select() -> _Selection:
             ids_TK = self._choose(scores_TE, logits_TE, noise)
             if used_T is not None:
                 ids_TK = ids_TK.masked_fill(~used_T[:, None], -1)
-            loads = self._loads(ids_TK, logits_TE, counted_T, num_sequences=num_sequences, trains=trains)
+            loads = self._loads(ids_TK, logits_TE, counted_T, num_sequences=num_sequences)
             return self._select(ids_TK, scores_TE, noise, loads)
 
         selection = decide(select)
@@ -213,9 +241,7 @@ class TopKRouter(nn.Module):
             return scores_TE.new_ones(()).expand(scores_TE.shape[0])
         return used_T.to(scores_TE.dtype)
 
-    def _loads(
-        self, ids_TK: Tensor, logits_TE: Tensor, counted_T: Tensor, *, num_sequences: int, trains: bool
-    ) -> BalanceLoads:
+    def _loads(self, ids_TK: Tensor, logits_TE: Tensor, counted_T: Tensor, *, num_sequences: int) -> BalanceLoads:
         """What the load-balancing loss takes as constant. ``ids_TK`` are the selections before any capacity drop."""
         settings, num_experts = self.settings, self.num_experts
         if settings.aux_loss_scope == "sequence":
@@ -223,9 +249,9 @@ class TopKRouter(nn.Module):
                 # DeepSeek-V3, eq. 18: what the scores alone would select.
                 ids_TK = reference.top_k_ids(logits_TE, settings.top_k).masked_fill(ids_TK < 0, -1)
             return loads_of_parts(ids_TK, counted_T, num_parts=num_sequences, num_experts=num_experts)
-        if settings.aux_loss_scope == "global_batch":
-            if trains:
-                return self.global_loads.add(ids_TK, counted_T, num_experts)
+        if self.last_step_counts is not None:
+            if self.steps_end:
+                return loads_of_step(self.last_step_counts, counted_T, top_k=settings.top_k)
         elif settings.top_k == 2:
             ids_TK = ids_TK[:, :1]
         return loads_of_parts(ids_TK, counted_T, num_parts=1, num_experts=num_experts)
@@ -318,6 +344,17 @@ class TopKRouter(nn.Module):
     def count_step(self, selected_per_expert_E: Tensor) -> None:
         """Adds one forward's selections to the counts of the optimizer step in progress."""
         self.step_counts += selected_per_expert_E
+
+    @property
+    def balances_steps(self) -> bool:
+        """Whether something of this router follows the loads of whole optimizer steps."""
+        return self.correction_bias is not None or self.last_step_counts is not None
+
+    def end_step(self, step_counts_E: Tensor) -> None:
+        """Balances by an applied optimizer step, whose selections by all ranks are ``step_counts_E``."""
+        self.update_correction_bias(step_counts_E)
+        if self.last_step_counts is not None:
+            self.last_step_counts.copy_(step_counts_E)
 
     @torch.no_grad()
     def update_correction_bias(self, step_counts_E: Tensor) -> None:

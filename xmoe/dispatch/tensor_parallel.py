@@ -64,7 +64,7 @@ class SharedTokens:
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, share: Tensor, exchange: Exchange) -> Tensor:
-        return sum_over_ranks(share, exchange)[0]
+        return sum_over_ranks(share, exchange)
 
     @staticmethod
     @once_differentiable
@@ -81,4 +81,4 @@ class _SumOfGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return sum_over_ranks(grad, ctx.exchange)[0], None
+        return sum_over_ranks(grad, ctx.exchange), None

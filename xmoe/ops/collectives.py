@@ -102,12 +102,12 @@ def finish(work: Any, exchange: Exchange, *, on_host: bool) -> None:
         raise RuntimeError(f"rank {dist.get_rank()}: collective '{exchange.label}' failed: {error}") from error
 
 
-def sum_over_ranks(counts: Tensor, exchange: Exchange) -> tuple[Tensor, int]:
-    """The group's sum of an integer tensor, in a tensor of its own, and the number of ranks in the group."""
-    total = counts.clone()
+def sum_over_ranks(values: Tensor, exchange: Exchange) -> Tensor:
+    """The group's sum, in a tensor of its own. Not differentiable."""
+    total = values.clone()
     work = dist.all_reduce(total, group=exchange.group, async_op=True)
-    finish(work, exchange, on_host=counts.device.type == "cpu")
-    return total, dist.get_world_size(exchange.group)
+    finish(work, exchange, on_host=values.device.type == "cpu")
+    return total
 
 
 def exchange_counts(counts: Tensor, exchange: Exchange) -> Tensor:

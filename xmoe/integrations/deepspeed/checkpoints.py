@@ -52,7 +52,6 @@ def guard_checkpoints(engine: Any) -> None:
         result = load_checkpoint(*args, **kwargs)
         for _, layer in routed_layers(engine.module):
             layer.gate.step_counts.zero_()
-            layer.gate.global_loads.begin_step()
         return result
 
     engine.load_checkpoint = load_what_fits

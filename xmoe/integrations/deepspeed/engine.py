@@ -19,8 +19,7 @@ from torch import nn
 
 from ...config import XMoEConfig, parse_section
 from ...groups import raise_together, same_everywhere
-from ...metrics import routed_layers
-from .balance import start_loads_with_steps
+from .balance import balance_with_steps
 from .checkpoints import guard_checkpoints
 from .checks import (
     check_model,
@@ -89,7 +88,8 @@ def initialize(
     the returned engine so that
 
     - the gradient norm and clipping count every expert once, at every ZeRO stage, in fp32 and bf16;
-    - the auxiliary-loss-free bias of each layer moves once per applied optimizer step;
+    - balancing follows the loads of whole optimizer steps: the auxiliary-loss-free bias, and the loss over the global
+      batch;
     - a checkpoint whose optimizer states do not fit is refused before anything of it is loaded.
 
     Raises, on every rank alike and before training's collectives: ConfigError for a wrong setting, ValueError for
@@ -138,8 +138,7 @@ def initialize(
         mend_gradient_norm(engine)
         guard_checkpoints(engine)
     start_times_with_each_log(engine)
-    _move_bias_with_steps(engine)
-    start_loads_with_steps(engine)
+    balance_with_steps(engine)
     return engine, *rest
 
 
@@ -181,30 +180,3 @@ def _without_config(args: Any) -> Any:
 
 def _moe_layers(model: nn.Module) -> list[tuple[str, MoE]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
-
-
-def _move_bias_with_steps(engine: Any) -> None:
-    """After each applied step moves every correction bias by the counts of all ranks; drops a skipped step's."""
-    take_model_step = engine._take_model_step
-    for _, layer in routed_layers(engine.module):
-        if layer.gate.correction_bias is not None:
-            # data_types.buffer_dtype casts every buffer; a step of 1e-3 would be lost in bfloat16.
-            layer.gate.correction_bias.data = layer.gate.correction_bias.data.float()
-
-    def and_move_bias(lr_kwargs: Any) -> None:
-        take_model_step(lr_kwargs)
-        gates = [layer.gate for _, layer in routed_layers(engine.module) if layer.gate.correction_bias is not None]
-        if gates and engine.was_step_applied():
-            counts = torch.cat([gate.step_counts for gate in gates])
-            dist.all_reduce(counts, group=_ranks_of_other_tokens(engine))  # all layers at once
-            for gate, total in zip(gates, counts.split([gate.num_experts for gate in gates]), strict=True):
-                gate.update_correction_bias(total)
-        for gate in gates:
-            gate.step_counts.zero_()
-
-    engine._take_model_step = and_move_bias
-
-
-def _ranks_of_other_tokens(engine: Any) -> Any:
-    """The ranks that hold the same layers and train other tokens: neither pipeline stages nor tensor-parallel ranks."""
-    return engine.mpu.get_data_parallel_group() if engine.pipeline_parallelism else engine.seq_data_parallel_group

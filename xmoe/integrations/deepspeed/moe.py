@@ -35,7 +35,6 @@ from ...ops.collectives import Exchange
 from ...ops.losses import carry_loss
 from ...router import RouterSettings, TopKRouter
 from ...types import Routing
-from .balance import connect_global_loads
 from .timing import measured, timed_forward
 from .unread import warn_of_unread_section
 
@@ -325,7 +324,6 @@ class MoE(native_layer.MoE):
             first_id = groups._get_expert_parallel_rank(self.expert_group_name) * self.num_local_experts
             self._initial.move(self.deepspeed_moe.experts, first_id)
             self._initial = None
-        connect_global_loads(self.deepspeed_moe.gate, config, layer_name=self.layer_name)
         guard = config.self_row_guard == "on" or (config.self_row_guard == "auto" and torch.version.hip is not None)
         exchange = Exchange(
             group=group, label=self.layer_name, timeout_s=config.collective_timeout_s, self_row_guard=guard
