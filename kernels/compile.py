@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from .launch import Launch
+from .launch import Launch, compiler_knobs
 from .tuning import is_amd
 
 WAVE_SIZE = 64
@@ -52,7 +52,8 @@ def compile_launch(call: Launch, arch: str) -> Compiled:
     options, signature, constexprs, attributes = function._pack_args(backend, keywords, bound, specialization, keywords)
     attributes = {place: _without_pointer_range(found) for place, found in attributes.items()}
     source = ASTSource(function, signature, constexprs, attributes)
-    found = triton.compile(source, target=target, options=options.__dict__)
+    with compiler_knobs(call.config):
+        found = triton.compile(source, target=target, options=options.__dict__)
     metadata = found.metadata._asdict()
     return Compiled(
         arch=arch,

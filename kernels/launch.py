@@ -9,6 +9,7 @@ compiled for an architecture that this machine does not have.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tuning import ARCHES, INTERPRETER, Config
+from .tuning import ARCHES, INTERPRETER, Config, only_defaults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +68,14 @@ _COUNTS: ContextVar[Counter[str] | None] = ContextVar("xmoe_launch_counts", defa
 
 @contextlib.contextmanager
 def recording(arch: str) -> Iterator[list[Launch]]:
-    """Collects launches, configured for ``arch``, instead of running them. Raises ValueError for an unknown arch."""
+    """Collects launches, with the defaults of ``arch``, instead of running them. ValueError for an unknown arch."""
     if arch not in ARCHES:
         raise ValueError(f"arch ({arch}) must be one of {', '.join(ARCHES)}")
     recorder = _Recorder(arch)
     token = _RECORDER.set(recorder)
     try:
-        yield recorder.launches
+        with only_defaults():
+            yield recorder.launches
     finally:
         _RECORDER.reset(token)
 
@@ -135,4 +137,41 @@ def launch(call: Launch) -> None:
     if recorder is not None:
         recorder.launches.append(call)
     elif all(call.grid):
+        _run(call)
+
+
+def _run(call: Launch) -> None:
+    if not call.config.knobs or interpreted():
         call.kernel[call.grid](**call.keywords())
+        return
+    variant = _variant(call.kernel, frozenset(call.config.knobs.items()))
+    with compiler_knobs(call.config):
+        variant[call.grid](**call.keywords())
+
+
+@functools.cache
+def _variant(kernel: Any, knobs: frozenset[tuple[str, bool]]) -> Any:
+    """The kernel once more, for one setting of the knobs: Triton keeps compiled code by kernel, blind to knobs."""
+    import triton
+
+    return triton.jit(
+        kernel.fn,
+        do_not_specialize=kernel.do_not_specialize,
+        do_not_specialize_on_alignment=kernel.do_not_specialize_on_alignment,
+    )
+
+
+@contextlib.contextmanager
+def compiler_knobs(config: Config) -> Iterator[None]:
+    """Sets ``triton.knobs.amd`` as ``config`` says. ValueError for a knob that this Triton does not have."""
+    if not config.knobs:
+        yield
+        return
+    from triton import knobs
+
+    with knobs.amd.scope():
+        for name, value in config.knobs.items():
+            if not hasattr(knobs.amd, name):
+                raise ValueError(f"knobs ({name}) must be one of {', '.join(knobs.amd.knob_descriptors)}")
+            setattr(knobs.amd, name, value)
+        yield
