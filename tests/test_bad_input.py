@@ -235,3 +235,15 @@ def test_the_config_may_stand_in_the_arguments_as_with_deepspeed(tmp_path):
     path.write_text(json.dumps(GOOD))
     assert run_ranks(1, _config_from_arguments, str(path)) == [1]
     assert [Path(p).name for p in os.listdir(tmp_path)] == ["ds.json"]
+
+
+def test_triton_kernels_that_cannot_run_are_refused_by_name(monkeypatch):
+    layer = MoE(8, nn.Linear(8, 8), 4, k=2, drop_tokens=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match=r"xmoe.kernels is 'triton': the layer is on a CPU. Use 'auto' or 'torch'"):
+        layer.configure(XMoEConfig(kernels="triton"), name="0")
+    with pytest.raises(ValueError, match="xmoe.kernels is 'triton': the layer is on a CPU"):
+        MoE(8, nn.Linear(8, 8), 4, k=2, kernels="triton", drop_tokens=False)(torch.randn(3, 8))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="there is no module triton"):
+        layer.configure(XMoEConfig(kernels="triton"), name="0")

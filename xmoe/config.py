@@ -63,6 +63,11 @@ class XMoEConfig(_Section):
         description="How rows reach their experts: 'flat' is one uneven all-to-all, 'local' (ep_size 1 only) moves "
         "nothing, 'auto' is 'local' at ep_size 1 and 'flat' above.",
     )
+    kernels: Literal["auto", "torch", "triton"] = Field(
+        "auto",
+        description="What computes the layer: 'triton' kernels, their PyTorch twins ('torch'), or Triton on a GPU and "
+        "the twins on a CPU ('auto').",
+    )
     strict_compat: bool = Field(
         False,
         description="Reproduce the numerics of deepspeed.moe.layer.MoE, its random draws and its faults included.",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .dispatch.base import Dispatcher
 from .dispatch.local import LocalDispatcher
 from .experts import Experts
+from .ops._backend import KernelChoice, use_kernels
 from .permute import permute
 from .replay import Decisions, decisions_for
 from .router import TopKRouter
@@ -42,6 +43,7 @@ class RoutedMLP(nn.Module):
     :meth:`set_dispatcher` once the ranks' groups exist. ``shared_mlp`` maps ``[..., D]`` to ``[..., D]``;
     ``shared_gate`` (``nn.Linear(D, 1)``) scales it by a sigmoid.
 
+    ``kernels``             what computes: Triton kernels, their PyTorch twins, or what suits the device
     ``zero_routed_output``  for ablation: the routed experts' sum is replaced by zeros
     """
 
@@ -60,6 +62,7 @@ class RoutedMLP(nn.Module):
         self.shared_mlp = shared_mlp
         self.shared_gate = shared_gate
         self.dispatcher: Dispatcher = dispatcher if dispatcher is not None else LocalDispatcher()
+        self.kernels: KernelChoice = "auto"
         self.zero_routed_output = False
         self.counters = self._fresh_counters()
 
@@ -76,12 +79,13 @@ class RoutedMLP(nn.Module):
         """
         decide = decisions_for(self)
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-        routing = self.gate(x_TD, used_token, num_sequences=math.prod(hidden_states.shape[:-2]), decide=decide)
-        buffer = permute(routing, decide=decide)
-        plan = decide(lambda: self.dispatcher.plan(buffer))
-        rows = self.dispatcher.dispatch(x_TD, buffer, plan)
-        y_RD = self.experts(rows, plan, decide=decide)
-        out_TD = self.dispatcher.combine(y_RD, buffer, plan)
+        with use_kernels(self.kernels):
+            routing = self.gate(x_TD, used_token, num_sequences=math.prod(hidden_states.shape[:-2]), decide=decide)
+            buffer = permute(routing, decide=decide)
+            plan = decide(lambda: self.dispatcher.plan(buffer))
+            rows = self.dispatcher.dispatch(x_TD, buffer, plan)
+            y_RD = self.experts(rows, plan, decide=decide)
+            out_TD = self.dispatcher.combine(y_RD, buffer, plan)
         self._count(routing, plan, decide, row_bytes=x_TD.shape[1] * x_TD.element_size())
         output = out_TD.view_as(hidden_states)
         if self.zero_routed_output:

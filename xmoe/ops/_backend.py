@@ -47,7 +47,9 @@ def kernels_for(x: Tensor) -> Any:
         choice == "auto" and (x.device.type != "cuda" or x.dtype == torch.float64 or not _found())
     ):
         return reference
-    check_triton(device_type=x.device.type, dtype=x.dtype)
+    reason = why_not_triton(device_type=x.device.type, dtype=x.dtype)
+    if reason is not None:
+        raise ValueError(f"xmoe.kernels is 'triton': {reason}")
     from ..kernels import triton_kernels
 
     return triton_kernels
@@ -57,17 +59,15 @@ def _found() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def check_triton(*, device_type: str, dtype: torch.dtype | None = None) -> None:
-    """Raises ValueError naming the setting when the Triton kernels cannot run."""
+def why_not_triton(*, device_type: str, dtype: torch.dtype | None = None) -> str | None:
+    """Why the Triton kernels cannot run there, or None."""
     if not _found():
-        raise ValueError(
-            'xmoe.kernels is "triton", but there is no module triton: a ROCm or CUDA build of torch brings its own, '
-            "elsewhere pip install triton"
-        )
+        return "there is no module triton. ROCm and CUDA builds of torch bring their own; elsewhere pip install triton"
     if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            'xmoe.kernels is "triton", but the layer is on a CPU: use "auto" or "torch", or set TRITON_INTERPRET=1 to '
-            "run the kernels in Triton's interpreter (slow, for tests)"
+        return (
+            "the layer is on a CPU. Use 'auto' or 'torch', or run Triton's interpreter (slow, for tests) with "
+            "TRITON_INTERPRET=1"
         )
     if dtype == torch.float64:
-        raise ValueError('xmoe.kernels is "triton", which has bfloat16, float16 and float32: float64 needs "torch"')
+        return "the kernels compute in bfloat16, float16 and float32; a float64 layer needs 'auto' or 'torch'"
+    return None

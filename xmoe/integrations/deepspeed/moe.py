@@ -6,9 +6,8 @@ behaviour: DeepSpeed's constructors and forwards are not run.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -31,10 +30,12 @@ from ...dispatch.local import LocalDispatcher
 from ...dispatch.tensor_parallel import SharedTokens
 from ...groups import warm_up
 from ...layer import RoutedMLP
+from ...ops._backend import KernelChoice, why_not_triton
 from ...ops.collectives import Exchange
 from ...ops.losses import carry_loss
 from ...router import RouterSettings, TopKRouter
 from ...types import Routing
+from .initial import InitialWeights
 from .timing import measured, timed_forward
 from .unread import warn_of_unread_section
 
@@ -201,6 +202,7 @@ class MoE(native_layer.MoE):
         correction_bias: bool = False,
         expert_init: Callable[[nn.Module, int], None] | None = None,
         dispatch: Literal["auto", "local", "flat"] | None = None,
+        kernels: KernelChoice | None = None,
         strict_compat: bool | None = None,
         score_function: Literal["softmax", "sigmoid"] | None = None,
         normalize_weights: bool | None = None,
@@ -223,17 +225,18 @@ class MoE(native_layer.MoE):
         _check_sizes(hidden_size=hidden_size, num_experts=num_experts, ep_size=ep_size, k=k)
         _check_policy(noisy_gate_policy)
         _check_shared(shared_mlp, shared_gate=shared_gate)
-        self._routing: dict[str, Any] = {
-            "top_k": k,
-            "capacity_factor": capacity_factor,
-            "eval_capacity_factor": eval_capacity_factor,
-            "min_capacity": min_capacity,
-            "drop_tokens": drop_tokens,
-            "random_token_selection": use_rts,
-            "sample_second_expert": top2_2nd_expert_sampling,
-            "noisy_logits": noisy_gate_policy == "RSample",
-        }
-        _check_numbers(self._routing)
+        self._routing = _checked_numbers(
+            {
+                "top_k": k,
+                "capacity_factor": capacity_factor,
+                "eval_capacity_factor": eval_capacity_factor,
+                "min_capacity": min_capacity,
+                "drop_tokens": drop_tokens,
+                "random_token_selection": use_rts,
+                "sample_second_expert": top2_2nd_expert_sampling,
+                "noisy_logits": noisy_gate_policy == "RSample",
+            }
+        )
         self.layer_name = "MoE"
         self._configured = False
         self.loss_scale: Callable[[], float] = _one
@@ -247,13 +250,14 @@ class MoE(native_layer.MoE):
         first_id = (dist.get_rank() % ep_size if dist.is_initialized() else 0) * self.num_local_experts
         gate = TopKGate(hidden_size, num_experts, settings=self._settings(), correction_bias=correction_bias)
         gate.noisy_gate_policy = noisy_gate_policy
-        self._initial = None if expert_init is None else _Initial.of(expert, expert_init, first_id)
+        self._initial = None if expert_init is None else InitialWeights.of(expert, expert_init, first_id)
         self.deepspeed_moe = MOELayer(
             gate,
             Experts(expert, self.num_local_experts, self.expert_group_name, first_id=first_id, initialize=expert_init),
             shared_mlp=shared_mlp,
             shared_gate=shared_gate,
         )
+        self.deepspeed_moe.kernels = self._config.kernels
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)
@@ -261,7 +265,8 @@ class MoE(native_layer.MoE):
     def configure(self, config: XMoEConfig, *, name: str) -> None:
         """Takes the JSON section's settings; those of the constructor stand. ``name`` is the layer's module path.
 
-        Raises ConfigError when the constructor and the JSON give the same setting different values.
+        Raises ConfigError when the constructor and the JSON give the same setting different values, and for kernels
+        that this machine cannot run.
         """
         for key in sorted(config.model_fields_set & self._given.keys()):
             if getattr(config, key) != self._given[key]:
@@ -275,6 +280,11 @@ class MoE(native_layer.MoE):
         mark_experts(self)
         self._config = self._merged(config)
         self.deepspeed_moe.gate.configure(self._settings())
+        self.deepspeed_moe.kernels = self._config.kernels
+        if self._config.kernels == "triton":
+            reason = why_not_triton(device_type=get_accelerator().device_name())
+            if reason is not None:
+                raise ConfigError("xmoe.kernels", "triton", reason)
 
     def _merged(self, config: XMoEConfig) -> XMoEConfig:
         merged = config.model_copy(update=self._given)
@@ -352,47 +362,6 @@ def _one() -> float:
     return 1.0
 
 
-@dataclass
-class _Initial:
-    """How the experts were initialised, until the groups exist that say which experts these are.
-
-    The constructor can only guess the rank's place in its expert-parallel group: process groups may not exist yet,
-    and the layout is in a config not read yet.
-    """
-
-    template: nn.Module
-    initialize: Callable[[nn.Module, int], None]
-    first_id: int
-    random_state: Tensor
-
-    @staticmethod
-    def of(expert: nn.Module, initialize: Callable[[nn.Module, int], None], first_id: int) -> _Initial:
-        return _Initial(copy.deepcopy(expert), initialize, first_id, torch.get_rng_state())
-
-    def _experts(self, first_id: int, like: core_experts.Experts) -> list[Tensor]:
-        """The first weights of the experts from ``first_id`` on, in the dtype and place of ``like``."""
-        # Drawn in the constructor's dtype and place: a generator draws other numbers in bfloat16 or on a device.
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.random_state)
-            number = len(like.modules_in_order())
-            fresh = core_experts.Experts(self.template, number, first_id=first_id, initialize=self.initialize)
-        pairs = zip(fresh.parameters(), like.parameters(), strict=True)
-        return [value.detach().to(parameter) for value, parameter in pairs]
-
-    @torch.no_grad()
-    def move(self, experts: core_experts.Experts, first_id: int) -> None:
-        """Gives ``experts`` the weights of the experts from ``first_id`` on, if those of others were given.
-
-        Weights written since (a checkpoint, the model's own initialisation) stand.
-        """
-        if first_id == self.first_id:
-            return
-        given = self._experts(self.first_id, experts)
-        if all(torch.equal(value, parameter) for value, parameter in zip(given, experts.parameters(), strict=True)):
-            for parameter, value in zip(experts.parameters(), self._experts(first_id, experts), strict=True):
-                parameter.copy_(value)
-
-
 def _given_settings(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the constructor that are settings and were given. Raises ConfigError."""
     given = {key: arguments[key] for key in XMoEConfig.model_fields if arguments.get(key) is not None}
@@ -411,11 +380,12 @@ def _check_sizes(**sizes: object) -> None:
         raise ValueError(f"num_experts ({num_experts}) must be a multiple of ep_size ({ep_size})")
 
 
-def _check_numbers(routing: dict[str, Any]) -> None:
+def _checked_numbers(routing: dict[str, Any]) -> dict[str, Any]:
     for name in ("capacity_factor", "eval_capacity_factor", "min_capacity"):
         value = routing[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"{name} ({value!r}) must be a number")
+    return routing
 
 
 def _check_policy(policy: object) -> None:
