@@ -1,0 +1,395 @@
+"""Checks of every launch in Triton's interpreter: exact bfloat16, bounds, garbage in masked lanes, order, traffic.
+
+:func:`checked_interpreter` is on in every test of this folder. A pointer knows the argument it came from (its type
+carries it), so an access must lie in *that* tensor: running into a neighbour is found. Where a launch's argument is
+the ``first`` of a :class:`~xmoe.kernels.ragged.Stacked`, all its matrices are in bounds.
+
+Lanes that a mask switches off and that have no ``other`` hold garbage, as on a GPU. int32 arithmetic that overflows
+raises. Errors name the kernel and the argument.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import interpreter_floats
+import numpy as np
+import torch
+import triton.language as tl
+from interpreter_floats import Builder, Handle, KernelFault, Patches
+from interpreter_races import Races
+from torch import Tensor
+from triton.runtime import interpreter
+
+from xmoe.kernels.launch import Cost, Launch
+from xmoe.kernels.ragged import Stacked
+
+
+@dataclass
+class Argument:
+    """A tensor of a launch, by its addresses: ``count`` pieces of ``span`` bytes, ``period`` bytes apart."""
+
+    name: str
+    start: int
+    span: int
+    period: int
+    count: int
+    item_size: int
+
+    @classmethod
+    def of(cls, name: str, x: Tensor) -> Argument:
+        size = x.element_size()
+        rows_apart = x.dim() == 2 and x.numel() and x.stride(1) == 1 and x.stride(0) > x.shape[1]
+        if rows_apart:
+            span, period, count = x.shape[1] * size, x.stride(0) * size, x.shape[0]
+            return cls(name, x.data_ptr(), span, period, count, size)
+        last = sum((extent - 1) * stride for extent, stride in zip(x.shape, x.stride(), strict=True))
+        span = (last + 1) * size if x.numel() else 0
+        start = x.data_ptr()
+        for stacked in _stacks():
+            if stacked.num_experts > 1 and stacked.stride and stacked.first.data_ptr() == start and span:
+                apart = stacked.stride * size
+                lowest = min(start, start + apart * (stacked.num_experts - 1))
+                return cls(name, lowest, span, abs(apart), stacked.num_experts, size)
+        return cls(name, start, span, max(span, 1), 1, size)
+
+    def holds(self, addresses: np.ndarray) -> bool:
+        offsets = addresses.astype(np.int64) - self.start
+        if offsets.min() < 0 or offsets.max() > self.period * (self.count - 1) + self.span - self.item_size:
+            return False
+        return self.count == 1 or bool((offsets % self.period <= self.span - self.item_size).all())
+
+    def items(self, addresses: np.ndarray) -> dict[str, Any]:
+        """The accessed items by number, for :class:`~interpreter_races.Races`."""
+        items = (self.period * (self.count - 1) + self.span) // self.item_size
+        places = (addresses.astype(np.int64) - self.start) // self.item_size
+        return {"name": self.name, "start": self.start, "items": items, "places": places}
+
+    def describe(self) -> str:
+        pieces = f", {self.count} pieces every {self.period}" if self.count > 1 else ""
+        return f"{self.name} ({self.span} bytes{pieces}, items of {self.item_size})"
+
+
+class Pointer(tl.pointer_type):
+    """A pointer's type that knows its argument; the interpreter hands it on through pointer arithmetic."""
+
+    def __init__(self, element_ty: Any, argument: Argument) -> None:
+        super().__init__(element_ty)
+        self.argument = argument
+
+
+@dataclass
+class LaunchTraffic:
+    """What one launch loaded and stored, in elements by argument, and in bytes; atomics count as both.
+
+    ``declared``  the launcher's Cost; None where the kernel was not started by ``xmoe.kernels.launch``
+    """
+
+    kernel: str
+    declared: Cost | None
+    loaded: Counter[str] = field(default_factory=Counter)
+    stored: Counter[str] = field(default_factory=Counter)
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+
+@dataclass
+class _Running:
+    """The launch that runs now."""
+
+    kernel: str
+    arguments: dict[Any, Argument]
+    traffic: LaunchTraffic
+    places: np.ndarray | None = None
+    program: int = 0
+    races: Races | None = None
+
+
+@dataclass
+class _Settings:
+    order: str = "forward"
+    races: bool = False
+    running: _Running | None = None
+    declared: Launch | None = None
+    allowed: list[Argument] = field(default_factory=list)
+    watchers: list[list[LaunchTraffic]] = field(default_factory=list)
+    stacks: list[weakref.ref[Stacked]] = field(default_factory=list)
+
+
+_NOW = _Settings()
+
+
+def _stacks() -> list[Stacked]:
+    _NOW.stacks = [reference for reference in _NOW.stacks if reference() is not None]
+    return [stacked for reference in _NOW.stacks if (stacked := reference()) is not None]
+
+
+@contextlib.contextmanager
+def checked_interpreter() -> Iterator[None]:
+    """Everything this module checks, for kernels that run inside."""
+    replaced: Patches = []
+    try:
+        for owner, name, value in [*interpreter_floats.patches(), *_patches()]:
+            replaced.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in reversed(replaced):
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def _setting(name: str, value: Any) -> Iterator[None]:
+    before = getattr(_NOW, name)
+    setattr(_NOW, name, value)
+    try:
+        yield
+    finally:
+        setattr(_NOW, name, before)
+
+
+def program_order(order: str) -> contextlib.AbstractContextManager[None]:
+    """Programs of launches inside run ``forward``, ``reversed`` or in a ``random`` order."""
+    assert order in ("forward", "reversed", "random")
+    return _setting("order", order)
+
+
+def race_check() -> contextlib.AbstractContextManager[None]:
+    """Launches inside fail where two programs touch one item and one of them writes it, where lanes of one store
+    disagree, and where a program reads back what it wrote without a barrier. Atomics are left out."""
+    return _setting("races", True)
+
+
+def allowed(*tensors: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Launches inside may touch ``tensors`` through pointers of any origin."""
+    extra = [Argument.of(f"allowed[{index}]", x) for index, x in enumerate(tensors)]
+    return _setting("allowed", [*_NOW.allowed, *extra])
+
+
+@contextlib.contextmanager
+def traffic() -> Iterator[list[LaunchTraffic]]:
+    """Collects what each launch inside really loads and stores."""
+    found: list[LaunchTraffic] = []
+    with _setting("watchers", [*_NOW.watchers, found]):
+        yield found
+
+
+def poisoned_integers(allocate: Callable[..., Any]) -> Callable[..., Any]:
+    """``allocate`` with a large number in integer results."""
+
+    @functools.wraps(allocate)
+    def allocate_garbage(*args: Any, **kwargs: Any) -> Any:
+        tensor = allocate(*args, **kwargs)
+        kind = tensor.dtype
+        if not kind.is_floating_point and not kind.is_complex and kind != torch.bool and tensor.device.type != "meta":
+            tensor.fill_(torch.iinfo(kind).max // 3)
+        return tensor
+
+    return allocate_garbage
+
+
+def _garbage(dtype: np.dtype, is_bfloat16: bool) -> Any:
+    if is_bfloat16:
+        return 0x7FC0
+    if dtype.kind == "f":
+        return np.nan
+    return True if dtype == np.bool_ else np.iinfo(dtype).max // 3
+
+
+def _touch(handle: Any, mask: np.ndarray, verb: str) -> tuple[_Running, Argument, np.ndarray] | None:
+    """Bounds check of one access; returns the launch, the argument, and the addresses that the mask lets through."""
+    running = _NOW.running
+    if running is None:
+        return None
+    addresses = handle.data[mask] if mask.shape == handle.data.shape else np.broadcast_to(handle.data, mask.shape)[mask]
+    if not addresses.size:
+        return None
+    argument = getattr(handle.dtype, "argument", None)
+    if argument is not None:
+        own = [argument]
+    else:  # a pointer that was itself loaded or cast
+        own = [one for one in running.arguments.values() if one.holds(addresses[:1])]
+    for one in [*own, *_NOW.allowed]:
+        if one.holds(addresses):
+            return running, one, addresses
+    whose = argument.describe() if argument else "any argument"
+    start = argument.start if argument else 0
+    offsets = addresses.astype(np.int64) - start
+    reach = f"bytes {offsets.min()} to {offsets.max()}"
+    raise KernelFault(f"{running.kernel}, program {running.program}, {verb} out of bounds of {whose}: {reach}")
+
+
+def _load(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load(builder: Any, pointers: Any, mask: Any, other: Any, cache: Any, volatile: Any) -> Any:
+        touched = _touch(pointers, mask.data, "loads")
+        if touched:
+            running, argument, addresses = touched
+            running.traffic.loaded[argument.name] += addresses.size
+            running.traffic.bytes_read += addresses.size * argument.item_size
+            if running.races:
+                running.races.load(running.program, **argument.items(addresses))
+        if other is None and not mask.data.all():
+            kind = pointers.get_element_ty()
+            dtype = interpreter._get_np_dtype(kind)
+            other = Handle(np.full(pointers.data.shape, _garbage(dtype, kind == tl.bfloat16), dtype), kind)
+        return original(builder, pointers, mask, other, cache, volatile)
+
+    return load
+
+
+def _store(original: Callable[..., Any]) -> Callable[..., Any]:
+    def store(builder: Any, pointers: Any, value: Any, mask: Any, cache: Any) -> Any:
+        touched = _touch(pointers, mask.data, "stores")
+        if touched:
+            running, argument, addresses = touched
+            running.traffic.stored[argument.name] += addresses.size
+            running.traffic.bytes_written += addresses.size * argument.item_size
+            if running.races:
+                values = np.broadcast_to(value.data, mask.data.shape)[mask.data]
+                running.races.store(running.program, **argument.items(addresses), values=values)
+        return original(builder, pointers, value, mask, cache)
+
+    return store
+
+
+def _atomic(original: Callable[..., Any]) -> Callable[..., Any]:
+    def atomic(builder: Any, op: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        touched = _touch(pointers, mask.data, "atomically updates")
+        if touched:
+            running, argument, addresses = touched
+            for counter in (running.traffic.loaded, running.traffic.stored):
+                counter[argument.name] += addresses.size
+            running.traffic.bytes_read += addresses.size * argument.item_size
+            running.traffic.bytes_written += addresses.size * argument.item_size
+        return original(builder, op, pointers, value, mask, sem, scope)
+
+    return atomic
+
+
+def _barrier(builder: Any) -> None:
+    if _NOW.running is not None and _NOW.running.races is not None:
+        _NOW.running.races.barrier()
+
+
+def _wrapping(original: Callable[..., Any], op: Any) -> Callable[..., Any]:
+    """Integer arithmetic that says so when an int32 result does not fit."""
+
+    def compute(builder: Any, lhs: Any, rhs: Any) -> Any:
+        found = original(builder, lhs, rhs)
+        if found.data.dtype == np.int32:
+            wide = op(lhs.data, rhs.data, dtype=np.int64)
+            if wide.size and (wide.min() < -(2**31) or wide.max() >= 2**31):
+                kernel = _NOW.running.kernel if _NOW.running else "a kernel"
+                raise KernelFault(f"{kernel}: int32 {op.__name__} overflows: {wide.min()} to {wide.max()}")
+        return found
+
+    return compute
+
+
+def _set_grid_index(original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_grid_index(builder: Any, *index: int) -> None:
+        original(builder, *index)
+        running = _NOW.running
+        if running is None:
+            return
+        place = int(np.ravel_multi_index(index, builder.grid_dim))
+        if running.places is None:
+            running.places = _places(math.prod(builder.grid_dim))
+        running.program = int(running.places[place])
+        builder.grid_idx = tuple(int(i) for i in np.unravel_index(running.program, builder.grid_dim))
+
+    return set_grid_index
+
+
+def _places(num_programs: int) -> np.ndarray:
+    if _NOW.order == "random":
+        return np.random.default_rng(num_programs).permutation(num_programs)
+    places = np.arange(num_programs)
+    return places[::-1] if _NOW.order == "reversed" else places
+
+
+def _convert(original: Callable[..., Any]) -> Callable[..., Any]:
+    def convert(argument: Any) -> Any:
+        found = original(argument)
+        if _NOW.running is None or not isinstance(argument, Tensor):
+            return found
+        kind = Pointer(found.dtype.element_ty, _NOW.running.arguments[_key(argument)])
+        return tl.tensor(Handle(found.handle.data, kind), kind)
+
+    return convert
+
+
+def _key(x: Tensor) -> Any:
+    return x.data_ptr(), x.dtype, tuple(x.shape), x.stride()
+
+
+def _run(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run(kernel: Any, *args: Any, grid: Any, warmup: Any, **kwargs: Any) -> Any:
+        named = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+        arguments: dict[Any, Argument] = {}
+        for name, x in named.items():
+            if isinstance(x, Tensor):
+                arguments.setdefault(_key(x), Argument.of(name, x))
+        call, _NOW.declared = _NOW.declared, None
+        ours = call is not None and call.kernel is kernel
+        record = LaunchTraffic(kernel=kernel.__name__, declared=call.cost if call and ours else None)
+        for watcher in _NOW.watchers:
+            watcher.append(record)
+        races = Races(kernel.__name__) if _NOW.races else None
+        running = _Running(kernel.__name__, arguments, record, races=races)
+        with _setting("running", running), np.errstate(all="ignore"):
+            try:
+                return original(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+            except interpreter.InterpreterError as error:
+                cause: BaseException | None = error
+                while cause is not None and not isinstance(cause, KernelFault):
+                    cause = cause.__cause__
+                if cause is None:
+                    raise
+                raise cause from None
+
+    return run
+
+
+def _keywords(original: Callable[..., Any]) -> Callable[..., Any]:
+    def keywords(call: Launch) -> dict[str, Any]:
+        _NOW.declared = call  # read by the launch that follows at once
+        return original(call)
+
+    return keywords
+
+
+def _remembered(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(stacked: Stacked, **fields: Any) -> None:
+        original(stacked, **fields)
+        _NOW.stacks.append(weakref.ref(stacked))
+
+    return __init__
+
+
+def _patches() -> Patches:
+    # Triton's own overflow check computes for every operation what it then, without debug, does not look at.
+    options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    found: Patches = [
+        (interpreter.InterpretedFunction, "run", _run(interpreter.InterpretedFunction.run)),
+        (interpreter, "_implicit_cvt", _convert(interpreter._implicit_cvt)),
+        (interpreter.interpreter_builder, "options", options),
+        (Launch, "keywords", _keywords(Launch.keywords)),
+        (Stacked, "__init__", _remembered(Stacked.__init__)),
+        (Builder, "set_grid_idx", _set_grid_index(Builder.set_grid_idx)),
+        (Builder, "create_masked_load", _load(Builder.create_masked_load)),
+        (Builder, "create_masked_store", _store(Builder.create_masked_store)),
+        (Builder, "create_atomic_rmw", _atomic(Builder.create_atomic_rmw)),
+        (Builder, "create_barrier", _barrier),
+    ]
+    operations = {"create_add": np.add, "create_sub": np.subtract, "create_mul": np.multiply}
+    found += [(Builder, name, _wrapping(getattr(Builder, name), op)) for name, op in operations.items()]
+    return found
