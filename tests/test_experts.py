@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from xmoe.experts import Experts, recognize
-from xmoe.testing import assert_close
+from xmoe.testing import assert_close, assignments_of
 from xmoe.types import DispatchPlan, Rows
 
 
@@ -149,7 +149,13 @@ COUNTS = [3, 0, 5, 1]
 def make_rows(num_rows=6, *, dtype=torch.float64):
     ids = torch.cat([torch.randperm(num_rows)[:n] for n in COUNTS]).int()
     plan = DispatchPlan(
-        num_rows=len(ids), send_splits=[], recv_splits=[], row_ids_M=ids, tokens_per_local_expert=COUNTS
+        num_rows=len(ids),
+        send_splits=[],
+        recv_splits=[],
+        row_ids_M=ids,
+        assignments_RK=assignments_of(ids, num_rows),
+        counts_e=torch.tensor(COUNTS),
+        tokens_per_local_expert=COUNTS,
     )
     weights = torch.rand(len(ids), dtype=torch.promote_types(dtype, torch.float32), requires_grad=True)
     return Rows(x_RD=torch.randn(num_rows, 8, dtype=dtype, requires_grad=True), weights_M=weights), plan

@@ -134,8 +134,10 @@ class Experts(nn.Module):
         return expert_mlp(
             x_RD,
             plan.row_ids_M,
+            plan.assignments_RK,
             rows.weights_M,
             plan.tokens_per_local_expert,
+            plan.counts_e,
             experts=weights,
             activation=self.formula.activation,
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .kernels.reference import sort_slots
-from .ops.routing import select_slots
+from .ops._backend import kernels_for
+from .ops.gather import select_slots
 from .types import Routing, TokenBuffer
 
 
@@ -16,10 +16,13 @@ def permute(routing: Routing, *, decide: Callable[[Callable[[], Any]], Any]) -> 
     ``decide`` runs the sort, or returns the recorded one (see ``xmoe.replay``).
     """
     num_tokens, top_k = routing.topk_ids_TK.shape
-    slot_ids_S = decide(lambda: sort_slots(routing.topk_ids_TK, routing.tokens_per_expert_E.numel()))
+    num_experts = routing.tokens_per_expert_E.numel()
+    kernels = kernels_for(routing.topk_weights_TK)
+    slot_ids_S, places_S = decide(lambda: kernels.sort_slots(routing.topk_ids_TK, num_experts))
     return TokenBuffer(
         slot_ids_S=slot_ids_S,
-        combine_weights_S=select_slots(routing.topk_weights_TK, slot_ids_S),
+        places_S=places_S,
+        combine_weights_S=select_slots(routing.topk_weights_TK, slot_ids_S, places_S),
         tokens_per_expert_E=routing.tokens_per_expert_E,
         num_tokens=num_tokens,
         top_k=top_k,

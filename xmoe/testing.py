@@ -76,6 +76,19 @@ def dense_oracle(x_TD: Tensor, *, experts: list[nn.Module], topk_ids_TK: Tensor,
     return out_TD
 
 
+def assignments_of(row_ids_M: Tensor, num_rows: int) -> Tensor:
+    """``DispatchPlan.assignments_RK`` of these row ids, by a loop: int32, filled up with M, which is no assignment.
+
+    Example: row ids [2, 0, 2] of 3 rows gives [[1, 3], [3, 3], [0, 2]].
+    """
+    of_row: list[list[int]] = [[] for _ in range(num_rows)]
+    for assignment, row in enumerate(row_ids_M.tolist()):
+        of_row[row].append(assignment)
+    width = max(map(len, of_row), default=0)
+    padded = [found + [row_ids_M.numel()] * (width - len(found)) for found in of_row]
+    return torch.tensor(padded, dtype=torch.int32, device=row_ids_M.device).view(num_rows, width)
+
+
 class RankFailure(AssertionError):
     """One or more ranks raised or did not finish; the message holds what each said."""
 

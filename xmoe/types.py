@@ -57,22 +57,27 @@ class TokenBuffer:
 
     ``slot_ids_S``           int32 ``[T*K]``; slots sorted by expert, ties by slot. The first N entries are the
                              kept slots; dropped slots follow. N is known on the host only after ``plan``.
+    ``places_S``             int32 ``[T*K]``; the inverse, ``slot_ids_S[places_S[s]] == s``: the kept slots are those
+                             with a place below N
     ``combine_weights_S``    float32 ``[T*K]`` with gradient: ``topk_weights_TK.flatten()[slot_ids_S]``
     ``tokens_per_expert_E``  int64; ``sum == N``
     ``num_tokens``           T
     ``top_k``                K; the token of slot s is ``s // K``
 
-    Example: K=2, ids [[1, 0], [-1, 1]] gives slot_ids_S [1, 0, 3, 2] and tokens_per_expert_E [1, 2].
+    Example: K=2, ids [[1, -1], [1, 0]] gives slot_ids_S [3, 0, 2, 1], places_S [1, 3, 2, 0], tokens_per_expert_E
+    [1, 2].
     """
 
     slot_ids_S: Tensor
+    places_S: Tensor
     combine_weights_S: Tensor
     tokens_per_expert_E: Tensor
     num_tokens: int
     top_k: int
 
     def __post_init__(self) -> None:
-        assert self.slot_ids_S.numel() == self.num_tokens * self.top_k == self.combine_weights_S.numel()
+        num_slots = self.num_tokens * self.top_k
+        assert self.slot_ids_S.numel() == self.places_S.numel() == self.combine_weights_S.numel() == num_slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,16 +88,22 @@ class DispatchPlan:
     ``send_splits``     W integers; rows for each rank of the group, in rank order; ``sum == N``
     ``recv_splits``     W integers; rows from each rank; ``sum == R``
     ``row_ids_M``       int32; received row of each assignment, assignments sorted by local expert
-    ``tokens_per_local_expert`` e integers on the host; ``sum == M``
+    ``assignments_RK``  int32; the assignments of each row: ``row_ids_M[assignments_RK[r, k]] == r`` for every entry
+                        in ``[0, M)``, each m occurs once, and entries outside are none. At most K to a row
+    ``counts_e``        int64 on the device; assignments of each local expert, ``sum == M``
+    ``tokens_per_local_expert`` the same e integers on the host
 
     With the local dispatcher nothing is sent: rows are the tokens themselves, R = T, and an assignment's row is
-    the token of its slot. With the flat dispatcher every row carries one assignment, R = M.
+    the token of its slot: ``assignments_RK`` are the places of a token's slots, those of dropped slots being M or
+    more. With the flat dispatcher every row carries one assignment, R = M, and ``assignments_RK`` is ``[R, 1]``.
     """
 
     num_rows: int
     send_splits: list[int]
     recv_splits: list[int]
     row_ids_M: Tensor
+    assignments_RK: Tensor
+    counts_e: Tensor
     tokens_per_local_expert: list[int]
 
 

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xmoe.kernels import host_threads
 from xmoe.kernels.reference import ExpertWeights, expert_mlp_backward, expert_mlp_forward
+from xmoe.testing import assignments_of
 
 
 @pytest.fixture
@@ -32,8 +33,9 @@ def _run(dtype=torch.float64):
     x, dy, weights = random(5, 8), random(5, 8), random(9)
     row_ids = torch.cat([torch.randperm(5, generator=generator)[:count] for count in counts]).int()
     arguments = dict(experts=experts, activation="swiglu")
-    y, up, gate = expert_mlp_forward(x, row_ids, weights, counts, **arguments)
-    grads = expert_mlp_backward(dy, x, row_ids, weights, counts, **arguments, up_MF=up, gate_MF=gate)
+    plan = (row_ids, assignments_of(row_ids, 5), weights, counts, torch.tensor(counts))
+    y, up, gate = expert_mlp_forward(x, *plan, **arguments)
+    grads = expert_mlp_backward(dy, x, *plan, **arguments, up_MF=up, gate_MF=gate)
     return [y, *grads[:2], *grads[2].up, *grads[2].down, *grads[2].gate]
 
 

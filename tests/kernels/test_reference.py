@@ -16,7 +16,7 @@ from xmoe.kernels.reference import (
     sort_slots,
     top_k_ids,
 )
-from xmoe.testing import assert_close
+from xmoe.testing import assert_close, assignments_of
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 SIZES = [(0, 4, 2), (1, 1, 1), (3, 8, 1), (5, 3, 3), (63, 7, 4), (257, 16, 2)]  # tokens, experts, K
@@ -47,9 +47,10 @@ def test_integers_equal_loops(num_tokens, num_experts, top_k):
     flat = ids.flatten().tolist()
     assert count_ids(ids.int(), num_experts).tolist() == [flat.count(e) for e in range(num_experts)]
     by_expert = [slot for e in [*range(num_experts), -1] for slot, found in enumerate(flat) if found == e]
-    slots = sort_slots(ids.int(), num_experts)
+    slots, places = sort_slots(ids.int(), num_experts)
     assert slots.tolist() == by_expert
-    assert slots.dtype == torch.int32
+    assert [by_expert[place] for place in places.tolist()] == list(range(num_tokens * top_k))
+    assert slots.dtype == places.dtype == torch.int32
 
     priorities = torch.randint(0, 3, ids.shape)
     places = ranks_within_expert(ids, priorities, num_experts)
@@ -67,7 +68,8 @@ def test_integers_equal_loops(num_tokens, num_experts, top_k):
 @pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), SIZES)
 def test_gather_and_combine_equal_loops(num_tokens, num_experts, top_k, dtype):
     ids = random_ids(num_tokens, num_experts, top_k)
-    slots = sort_slots(ids, num_experts)[: int((ids >= 0).sum())]
+    slots, places = sort_slots(ids, num_experts)
+    slots, places = slots[: int((ids >= 0).sum())], places.view(num_tokens, top_k)
     x = torch.randn(num_tokens, 9).to(dtype)
     rows = gather_rows(x, slots, top_k)
     assert all(torch.equal(rows[n], x[slot // top_k]) for n, slot in enumerate(slots.tolist()))
@@ -76,13 +78,13 @@ def test_gather_and_combine_equal_loops(num_tokens, num_experts, top_k, dtype):
     expected = torch.zeros(num_tokens, 9, dtype=torch.float64)
     for n, slot in enumerate(slots.tolist()):
         expected[slot // top_k] += rows[n].double()
-    assert_close(combine_rows(rows, slots, num_tokens, top_k=top_k), expected)
+    assert_close(combine_rows(rows, places), expected)
 
 
 def test_combine_sums_in_slot_order_whatever_the_order_of_rows():
     rows = torch.tensor([[1e8], [1.0], [-1e8]])
-    assert combine_rows(rows, torch.tensor([0, 2, 1]).int(), 1, top_k=3).item() == 1.0  # (1e8 - 1e8) + 1
-    assert combine_rows(rows, torch.tensor([0, 1, 2]).int(), 1, top_k=3).item() == 0.0  # (1e8 + 1) - 1e8
+    assert combine_rows(rows, torch.tensor([[0, 2, 1]]).int()).item() == 1.0  # (1e8 - 1e8) + 1
+    assert combine_rows(rows, torch.tensor([[0, 1, 2]]).int()).item() == 0.0  # (1e8 + 1) - 1e8
 
 
 # Rows per expert; rows of one expert are distinct tokens.
@@ -162,12 +164,11 @@ def test_expert_mlp_equals_a_loop(counts, activation, dtype, biases):
         expected.backward(upstream.double())
 
     kinds = {"experts": experts, "activation": activation}
-    y, up, gate = expert_mlp_forward(x, row_ids, weights, counts, **kinds)
+    plan = (row_ids, assignments_of(row_ids, len(x)), weights, counts, torch.tensor(counts))
+    y, up, gate = expert_mlp_forward(x, *plan, **kinds)
     assert y.dtype == dtype
     assert_close(y, expected, what="y")
-    grad_x, grad_weights, grads = expert_mlp_backward(
-        upstream, x, row_ids, weights, counts, up_MF=up, gate_MF=gate, **kinds
-    )
+    grad_x, grad_weights, grads = expert_mlp_backward(upstream, x, *plan, up_MF=up, gate_MF=gate, **kinds)
     assert_close(grad_x, x64.grad if x64.grad is not None else torch.zeros_like(x64), what="x")
     if len(row_ids) >= 8 or dtype != torch.bfloat16:  # in bfloat16 the RMS of three cancelling sums says little
         assert_close(grad_weights, weights64.grad if len(row_ids) else weights64, dtype=dtype, what="weights")

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from xmoe.kernels.reference import ExpertWeights
+from xmoe.kernels.reference import ExpertWeights, sort_slots
 from xmoe.ops.expert_mlp import expert_mlp
-from xmoe.ops.gather import combine_rows, gather_rows
-from xmoe.ops.routing import router_logits, select_slots, top_k_weights
+from xmoe.ops.gather import combine_rows, gather_rows, select_slots
+from xmoe.ops.routing import router_logits, top_k_weights
+from xmoe.testing import assignments_of
 
 
 def rand(*shape):
@@ -15,15 +16,21 @@ def rand(*shape):
 
 
 def test_rows():
-    slots = torch.tensor([3, 0, 5, 4], dtype=torch.int32)
-    assert gradcheck(lambda x: gather_rows(x, slots, 2), rand(4, 3))
-    assert gradcheck(lambda rows: combine_rows(rows, slots, 4, top_k=2), rand(4, 3))
+    slots, places = sort_slots(torch.tensor([[1, -1], [-1, 0], [2, 2], [-1, -1]]), 3)
+    slots, places = slots[:4], places.view(4, 2)
+    assert slots.tolist() == [3, 0, 4, 5]
+    assert gradcheck(lambda x: gather_rows(x, slots, places), rand(4, 3))
+    assert gradcheck(lambda rows: combine_rows(rows, slots, places), rand(4, 3))
+    assert gradcheck(lambda rows, weights: combine_rows(rows, slots, places, weights), (rand(4, 3), rand(4, 2)))
 
 
-def test_router_steps():
+def test_weights_of_slots():
+    slots, places = sort_slots(torch.tensor([[2, -1], [0, 2], [1, 0]]), 3)
+    assert gradcheck(lambda w: select_slots(w, slots, places), rand(3, 2))
+
+
+def test_router_logits():
     assert gradcheck(router_logits, (rand(5, 3), rand(4, 3)))
-    slots = torch.tensor([5, 0, 3], dtype=torch.int32)
-    assert gradcheck(lambda w: select_slots(w, slots), rand(3, 2))
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -46,6 +53,7 @@ def test_top_k_weights_of_vanishing_scores_are_finite():
 @pytest.mark.parametrize("biases", [False, True])
 def test_expert_mlp(activation, biases):
     counts, row_ids = [2, 0, 3], torch.tensor([3, 1, 0, 1, 2], dtype=torch.int32)
+    assignments = assignments_of(row_ids, 4)
     width = {"up": (5, 3), "down": (3, 5)} | ({"gate": (5, 3)} if activation == "swiglu" else {})
     shapes = dict(width)
     if biases:
@@ -54,7 +62,10 @@ def test_expert_mlp(activation, biases):
 
     def run(x, weights, *flat):
         lists = {name: flat[3 * i : 3 * i + 3] for i, name in enumerate(shapes)}
-        return expert_mlp(x, row_ids, weights, counts, experts=ExpertWeights(**lists), activation=activation)
+        experts = ExpertWeights(**lists)
+        return expert_mlp(
+            x, row_ids, assignments, weights, counts, torch.tensor(counts), experts=experts, activation=activation
+        )
 
     assert gradcheck(run, (rand(4, 3), rand(5), *flat))
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.collectives import Exchange, all_to_all, exchange_counts
-from ..ops.gather import combine_rows, gather_rows
+from ..ops.gather import combine_rows, gather_rows, inverse_permutation
 from ..types import DispatchPlan, Rows, TokenBuffer
 
 
@@ -36,11 +36,15 @@ class FlatDispatcher:
         both = torch.stack([sent_WE, received_WE]).view(2, self.num_ranks, num_local).tolist()  # the one sync
         sent, received = both
         recv_splits = [sum(counts) for counts in received]
+        received_We = received_WE.view(self.num_ranks, num_local)
+        row_ids_M = _expert_major(received_We, num_rows=sum(recv_splits))
         return DispatchPlan(
             num_rows=sum(map(sum, sent)),
             send_splits=[sum(counts) for counts in sent],
             recv_splits=recv_splits,
-            row_ids_M=_expert_major(received_WE.view(self.num_ranks, num_local), num_rows=sum(recv_splits)),
+            row_ids_M=row_ids_M,
+            assignments_RK=inverse_permutation(row_ids_M)[:, None],
+            counts_e=received_We.sum(dim=0),
             tokens_per_local_expert=[sum(column) for column in zip(*received, strict=True)],
         )
 
@@ -51,17 +55,20 @@ class FlatDispatcher:
             plan.recv_splits,
             self.exchange.named("dispatch of weights"),
         )
-        rows_ND = gather_rows(x_TD, buffer.slot_ids_S[: plan.num_rows], buffer.top_k)
+        rows_ND = gather_rows(x_TD, buffer.slot_ids_S[: plan.num_rows], _places_TK(buffer))
         x_RD = all_to_all(rows_ND, plan.send_splits, plan.recv_splits, self.exchange.named("dispatch of rows"))
         return Rows(x_RD=x_RD, weights_M=weights_R.index_select(0, plan.row_ids_M))
 
     def combine(self, y_RD: Tensor, buffer: TokenBuffer, plan: DispatchPlan) -> Tensor:
         rows_ND = all_to_all(y_RD, plan.recv_splits, plan.send_splits, self.exchange.named("combine of rows"))
-        slot_ids_N = buffer.slot_ids_S[: plan.num_rows]
-        return combine_rows(rows_ND, slot_ids_N, buffer.num_tokens, top_k=buffer.top_k)
+        return combine_rows(rows_ND, buffer.slot_ids_S[: plan.num_rows], _places_TK(buffer))
 
     def rows_sent_away(self, plan: DispatchPlan) -> int:
         return plan.num_rows - plan.send_splits[self.rank]
+
+
+def _places_TK(buffer: TokenBuffer) -> Tensor:
+    return buffer.places_S.view(buffer.num_tokens, buffer.top_k)
 
 
 def _expert_major(counts_We: Tensor, *, num_rows: int) -> Tensor:

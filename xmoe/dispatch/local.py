@@ -18,6 +18,8 @@ class LocalDispatcher:
             send_splits=[num_rows],
             recv_splits=[num_rows],
             row_ids_M=buffer.slot_ids_S[:num_rows] // buffer.top_k,
+            assignments_RK=buffer.places_S.view(buffer.num_tokens, buffer.top_k),
+            counts_e=buffer.tokens_per_expert_E,
             tokens_per_local_expert=counts,
         )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..ops.collectives import Exchange, sum_over_ranks
+from ..ops.gather import inverse_permutation
 from ..types import DispatchPlan, Rows, TokenBuffer
 from .base import Dispatcher
 
@@ -52,8 +53,10 @@ class SharedTokens:
         before = torch.nn.functional.pad(is_own_S.cumsum(0), (1, 0))  # own slots before each place
         ends_E = counts_E.cumsum(0)
         order_S = torch.argsort((~is_own_S).to(torch.int8), stable=True)
+        slot_ids_S = slot_ids_S[order_S]
         return TokenBuffer(
-            slot_ids_S=slot_ids_S[order_S],
+            slot_ids_S=slot_ids_S,
+            places_S=inverse_permutation(slot_ids_S),
             combine_weights_S=weights_S[order_S],
             tokens_per_expert_E=before[ends_E] - before[ends_E - counts_E],
             num_tokens=buffer.num_tokens,

@@ -1,6 +1,7 @@
 """The routed expert MLP as one autograd operator that gathers its own rows.
 
-Kept for backward: the rows it was given, the pre-activations, one weight and one row id for each assignment
+Kept for backward: the rows it was given, the pre-activations, one weight, one row id and its inverse for each
+assignment
 (X-MoE, arXiv 2508.13337, section 4.1, with weights applied before the down projection so that expert outputs need
 not be kept for the routing weights' gradient).
 """
@@ -24,38 +25,49 @@ class _ExpertMLP(torch.autograd.Function):
         ctx: Any,
         x_RD: Tensor,
         row_ids_M: Tensor,
+        assignments_RK: Tensor,
         weights_M: Tensor,
         counts: Sequence[int],
+        counts_e: Tensor,
         activation: Activation,
         *flat: Tensor,
     ) -> Tensor:
         with torch.autocast(x_RD.device.type, enabled=False):
             y_RD, up_MF, gate_MF = reference.expert_mlp_forward(
-                x_RD, row_ids_M, weights_M, counts, experts=_unflatten(flat, len(counts)), activation=activation
+                x_RD,
+                row_ids_M,
+                assignments_RK,
+                weights_M,
+                counts,
+                counts_e,
+                experts=_unflatten(flat, len(counts)),
+                activation=activation,
             )
         ctx.counts, ctx.activation, ctx.gated = counts, activation, gate_MF is not None
         kept = (up_MF, gate_MF) if gate_MF is not None else (up_MF,)
-        ctx.save_for_backward(x_RD, row_ids_M, weights_M, *kept, *flat)
+        ctx.save_for_backward(x_RD, row_ids_M, assignments_RK, weights_M, counts_e, *kept, *flat)
         return y_RD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y_RD: Tensor) -> tuple[Tensor | None, ...]:
-        x_RD, row_ids_M, weights_M, up_MF, *rest = ctx.saved_tensors
+        x_RD, row_ids_M, assignments_RK, weights_M, counts_e, up_MF, *rest = ctx.saved_tensors
         gate_MF, flat = (rest[0], rest[1:]) if ctx.gated else (None, rest)
         with torch.autocast(x_RD.device.type, enabled=False):
             grad_x_RD, grad_weights_M, grads = reference.expert_mlp_backward(
                 grad_y_RD,
                 x_RD,
                 row_ids_M,
+                assignments_RK,
                 weights_M,
                 ctx.counts,
+                counts_e,
                 experts=_unflatten(flat, len(ctx.counts)),
                 activation=ctx.activation,
                 up_MF=up_MF,
                 gate_MF=gate_MF,
             )
-        return grad_x_RD, None, grad_weights_M, None, None, *_flatten(grads, len(ctx.counts))
+        return grad_x_RD, None, None, grad_weights_M, None, None, None, *_flatten(grads, len(ctx.counts))
 
 
 def _flatten(experts: ExpertWeights, num_experts: int) -> list[Tensor | None]:
@@ -75,15 +87,19 @@ def _unflatten(flat: Sequence[Tensor | None], num_experts: int) -> ExpertWeights
 def expert_mlp(
     x_RD: Tensor,
     row_ids_M: Tensor,
+    assignments_RK: Tensor,
     weights_M: Tensor,
     counts: Sequence[int],
+    counts_e: Tensor,
     *,
     experts: ExpertWeights,
     activation: Activation,
 ) -> Tensor:
     """``y[r] = sum over m with row_ids[m] == r of down_e(weights[m] * act(up_e(x[r])))``, ``[R, D]`` in x's dtype.
 
-    ``counts`` is on the host. Differentiable in x, in the weights of the assignments and in every expert's weights;
+    ``counts`` is on the host, ``counts_e`` the same on the device; ``assignments_RK`` lists the assignments of each
+    row (see ``DispatchPlan``). Differentiable in x, in the weights of the assignments and in every expert's weights;
     under autocast everything runs in the inputs' own dtypes.
     """
-    return _ExpertMLP.apply(x_RD, row_ids_M, weights_M, counts, activation, *_flatten(experts, len(counts)))
+    flat = _flatten(experts, len(counts))
+    return _ExpertMLP.apply(x_RD, row_ids_M, assignments_RK, weights_M, counts, counts_e, activation, *flat)
