@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ import interpreter_floats
 import numpy as np
 import torch
 import triton.language as tl
+from interpreter_arguments import Argument, Pointer, remembered
 from interpreter_floats import Builder, Handle, KernelFault, Patches
 from interpreter_races import Races
 from torch import Tensor
@@ -32,58 +32,15 @@ from triton.runtime import interpreter
 from xmoe.kernels.launch import Cost, Launch
 from xmoe.kernels.ragged import Stacked
 
-
-@dataclass
-class Argument:
-    """A tensor of a launch, by its addresses: ``count`` pieces of ``span`` bytes, ``period`` bytes apart."""
-
-    name: str
-    start: int
-    span: int
-    period: int
-    count: int
-    item_size: int
-
-    @classmethod
-    def of(cls, name: str, x: Tensor) -> Argument:
-        size = x.element_size()
-        rows_apart = x.dim() == 2 and x.numel() and x.stride(1) == 1 and x.stride(0) > x.shape[1]
-        if rows_apart:
-            span, period, count = x.shape[1] * size, x.stride(0) * size, x.shape[0]
-            return cls(name, x.data_ptr(), span, period, count, size)
-        last = sum((extent - 1) * stride for extent, stride in zip(x.shape, x.stride(), strict=True))
-        span = (last + 1) * size if x.numel() else 0
-        start = x.data_ptr()
-        for stacked in _stacks():
-            if stacked.num_experts > 1 and stacked.stride and stacked.first.data_ptr() == start and span:
-                apart = stacked.stride * size
-                lowest = min(start, start + apart * (stacked.num_experts - 1))
-                return cls(name, lowest, span, abs(apart), stacked.num_experts, size)
-        return cls(name, start, span, max(span, 1), 1, size)
-
-    def holds(self, addresses: np.ndarray) -> bool:
-        offsets = addresses.astype(np.int64) - self.start
-        if offsets.min() < 0 or offsets.max() > self.period * (self.count - 1) + self.span - self.item_size:
-            return False
-        return self.count == 1 or bool((offsets % self.period <= self.span - self.item_size).all())
-
-    def items(self, addresses: np.ndarray) -> dict[str, Any]:
-        """The accessed items by number, for :class:`~interpreter_races.Races`."""
-        items = (self.period * (self.count - 1) + self.span) // self.item_size
-        places = (addresses.astype(np.int64) - self.start) // self.item_size
-        return {"name": self.name, "start": self.start, "items": items, "places": places}
-
-    def describe(self) -> str:
-        pieces = f", {self.count} pieces every {self.period}" if self.count > 1 else ""
-        return f"{self.name} ({self.span} bytes{pieces}, items of {self.item_size})"
+Grid = tuple[int, ...]
 
 
-class Pointer(tl.pointer_type):
-    """A pointer's type that knows its argument; the interpreter hands it on through pointer arithmetic."""
+@dataclass(frozen=True)
+class Chosen:
+    """Some programs of a launch, by their number in ``grid``, which may be larger than the launch's own."""
 
-    def __init__(self, element_ty: Any, argument: Argument) -> None:
-        super().__init__(element_ty)
-        self.argument = argument
+    grid: Grid
+    programs: list[int]
 
 
 @dataclass
@@ -108,8 +65,9 @@ class _Running:
     kernel: str
     arguments: dict[Any, Argument]
     traffic: LaunchTraffic
-    places: np.ndarray | None = None
+    chosen: Chosen | None = None
     program: int = 0
+    turn: int = 0
     races: Races | None = None
 
 
@@ -121,15 +79,10 @@ class _Settings:
     declared: Launch | None = None
     allowed: list[Argument] = field(default_factory=list)
     watchers: list[list[LaunchTraffic]] = field(default_factory=list)
-    stacks: list[weakref.ref[Stacked]] = field(default_factory=list)
+    choose: Callable[[str, Grid], Chosen | None] | None = None
 
 
 _NOW = _Settings()
-
-
-def _stacks() -> list[Stacked]:
-    _NOW.stacks = [reference for reference in _NOW.stacks if reference() is not None]
-    return [stacked for reference in _NOW.stacks if (stacked := reference()) is not None]
 
 
 @contextlib.contextmanager
@@ -160,6 +113,11 @@ def program_order(order: str) -> contextlib.AbstractContextManager[None]:
     """Programs of launches inside run ``forward``, ``reversed`` or in a ``random`` order."""
     assert order in ("forward", "reversed", "random")
     return _setting("order", order)
+
+
+def only_programs(choose: Callable[[str, Grid], Chosen | None]) -> contextlib.AbstractContextManager[None]:
+    """Of launches inside only the programs run that ``choose(kernel, grid)`` names; all where it gives None."""
+    return _setting("choose", choose)
 
 
 def race_check() -> contextlib.AbstractContextManager[None]:
@@ -296,24 +254,24 @@ def _wrapping(original: Callable[..., Any], op: Any) -> Callable[..., Any]:
 
 def _set_grid_index(original: Callable[..., Any]) -> Callable[..., Any]:
     def set_grid_index(builder: Any, *index: int) -> None:
-        original(builder, *index)
         running = _NOW.running
         if running is None:
+            original(builder, *index)
             return
-        place = int(np.ravel_multi_index(index, builder.grid_dim))
-        if running.places is None:
-            running.places = _places(math.prod(builder.grid_dim))
-        running.program = int(running.places[place])
-        builder.grid_idx = tuple(int(i) for i in np.unravel_index(running.program, builder.grid_dim))
+        if running.chosen is None:
+            running.chosen = Chosen(builder.grid_dim, _places(math.prod(builder.grid_dim)))
+        running.program = running.chosen.programs[running.turn]
+        running.turn += 1
+        builder.grid_dim = running.chosen.grid
+        builder.grid_idx = tuple(int(i) for i in np.unravel_index(running.program, running.chosen.grid))
 
     return set_grid_index
 
 
-def _places(num_programs: int) -> np.ndarray:
+def _places(num_programs: int) -> list[int]:
     if _NOW.order == "random":
-        return np.random.default_rng(num_programs).permutation(num_programs)
-    places = np.arange(num_programs)
-    return places[::-1] if _NOW.order == "reversed" else places
+        return list(np.random.default_rng(num_programs).permutation(num_programs).tolist())
+    return list(range(num_programs)) if _NOW.order == "forward" else list(range(num_programs))[::-1]
 
 
 def _convert(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -345,6 +303,9 @@ def _run(original: Callable[..., Any]) -> Callable[..., Any]:
             watcher.append(record)
         races = Races(kernel.__name__) if _NOW.races else None
         running = _Running(kernel.__name__, arguments, record, races=races)
+        if _NOW.choose is not None and (chosen := _NOW.choose(kernel.__name__, grid)) is not None:
+            running.chosen = Chosen((*chosen.grid, 1, 1)[:3], chosen.programs)
+            grid = (len(chosen.programs),)
         with _setting("running", running), np.errstate(all="ignore"):
             try:
                 return original(kernel, *args, grid=grid, warmup=warmup, **kwargs)
@@ -367,14 +328,6 @@ def _keywords(original: Callable[..., Any]) -> Callable[..., Any]:
     return keywords
 
 
-def _remembered(original: Callable[..., None]) -> Callable[..., None]:
-    def __init__(stacked: Stacked, **fields: Any) -> None:
-        original(stacked, **fields)
-        _NOW.stacks.append(weakref.ref(stacked))
-
-    return __init__
-
-
 def _patches() -> Patches:
     # Triton's own overflow check computes for every operation what it then, without debug, does not look at.
     options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
@@ -383,7 +336,7 @@ def _patches() -> Patches:
         (interpreter, "_implicit_cvt", _convert(interpreter._implicit_cvt)),
         (interpreter.interpreter_builder, "options", options),
         (Launch, "keywords", _keywords(Launch.keywords)),
-        (Stacked, "__init__", _remembered(Stacked.__init__)),
+        (Stacked, "__init__", remembered(Stacked.__init__)),
         (Builder, "set_grid_idx", _set_grid_index(Builder.set_grid_idx)),
         (Builder, "create_masked_load", _load(Builder.create_masked_load)),
         (Builder, "create_masked_store", _store(Builder.create_masked_store)),

@@ -5,7 +5,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from harness import KernelFault, allowed, program_order, race_check, traffic
+from harness import Chosen, KernelFault, allowed, only_programs, program_order, race_check, traffic
 from interpreter_floats import narrow, widen
 
 from xmoe.kernels.ragged import stack
@@ -271,6 +271,15 @@ def test_the_fixture_sets_the_order(program_order):
     out, counter = torch.empty(15, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     _order_kernel[(15, 1)](out, counter)
     assert out.tolist() != list(range(15))
+
+
+def test_chosen_programs_run_alone_in_a_grid_of_any_size():
+    out, counter = torch.full((6,), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    with only_programs(lambda kernel, grid: Chosen((2, 3), [5, 1]) if kernel == "_order_kernel" else None):
+        _order_kernel[(1, 1)](out, counter)
+        _same_place_kernel[(3,)](counter)
+    assert out.tolist() == [-1, 1, -1, -1, -1, 0]
+    assert counter.item() == 2
 
 
 def test_int32_overflow_is_found():
