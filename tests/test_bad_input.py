@@ -242,7 +242,7 @@ def test_triton_kernels_that_cannot_run_are_refused_by_name(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigError, match=r"xmoe.kernels is 'triton': the layer is on a CPU. Use 'auto' or 'torch'"):
         layer.configure(XMoEConfig(kernels="triton"), name="0")
-    with pytest.raises(ValueError, match="xmoe.kernels is 'triton': the layer is on a CPU"):
+    with pytest.raises(ValueError, match=r"xmoe.kernels is 'triton': the layer is on a CPU"):
         MoE(8, nn.Linear(8, 8), 4, k=2, kernels="triton", drop_tokens=False)(torch.randn(3, 8))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="there is no module triton"):

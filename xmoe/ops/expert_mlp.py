@@ -1,9 +1,8 @@
 """The routed expert MLP as one autograd operator that gathers its own rows.
 
-Kept for backward: the rows it was given, the pre-activations, one weight, one row id and its inverse for each
-assignment
-(X-MoE, arXiv 2508.13337, section 4.1, with weights applied before the down projection so that expert outputs need
-not be kept for the routing weights' gradient).
+Kept for backward: the rows it was given, the pre-activations, and for each assignment one weight, one row id and its
+inverse (X-MoE, arXiv 2508.13337, section 4.1, with weights applied before the down projection so that expert outputs
+need not be kept for the routing weights' gradient).
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels import reference
 from ..kernels.reference import Activation, ExpertWeights
+from ._backend import kernels_for
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -32,8 +31,9 @@ class _ExpertMLP(torch.autograd.Function):
         activation: Activation,
         *flat: Tensor,
     ) -> Tensor:
+        ctx.kernels = kernels_for(x_RD)
         with torch.autocast(x_RD.device.type, enabled=False):
-            y_RD, up_MF, gate_MF = reference.expert_mlp_forward(
+            y_RD, up_MF, gate_MF = ctx.kernels.expert_mlp_forward(
                 x_RD,
                 row_ids_M,
                 assignments_RK,
@@ -54,7 +54,7 @@ class _ExpertMLP(torch.autograd.Function):
         x_RD, row_ids_M, assignments_RK, weights_M, counts_e, up_MF, *rest = ctx.saved_tensors
         gate_MF, flat = (rest[0], rest[1:]) if ctx.gated else (None, rest)
         with torch.autocast(x_RD.device.type, enabled=False):
-            grad_x_RD, grad_weights_M, grads = reference.expert_mlp_backward(
+            grad_x_RD, grad_weights_M, grads = ctx.kernels.expert_mlp_backward(
                 grad_y_RD,
                 x_RD,
                 row_ids_M,
