@@ -25,12 +25,14 @@ WAVE_SIZE = 64
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
     """``assembly``  amdgcn or PTX text
+    ``binary``       machine code, as a hsaco or cubin file
     ``shared_bytes`` LDS (shared memory) of one workgroup, launch-time allocation included
     ``metadata``     the compiler's own, by name
     """
 
     arch: str
     assembly: str
+    binary: bytes
     shared_bytes: int
     metadata: Mapping[str, Any]
 
@@ -58,6 +60,7 @@ def compile_launch(call: Launch, arch: str) -> Compiled:
     return Compiled(
         arch=arch,
         assembly=found.asm["amdgcn" if is_amd(arch) else "ptx"],
+        binary=found.asm["hsaco" if is_amd(arch) else "cubin"],
         shared_bytes=int(metadata["shared"]),
         metadata=metadata,
     )

@@ -27,6 +27,7 @@ _INSTALL = {
     "machine use its own build)",
     "deepspeed": 'pip install "deepspeed>=0.19.8,<0.20"',
     "tokenizers": "pip install tokenizers",
+    "matplotlib": "pip install matplotlib",
     "triton": "a ROCm or CUDA build of torch brings its own; elsewhere pip install triton",
     "mpi4py": 'build it for the MPI of this machine, "pip install --no-binary mpi4py mpi4py" (a machine without MPI: '
     '"pip install mpi4py mpich"), or set MASTER_ADDR and MASTER_PORT',

@@ -10,10 +10,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .kernels_report import report
+
 if TYPE_CHECKING:
     from xmoe.kernels.bench import Case, Timing
 
-kernels = typer.Typer(help="Time and tune the Triton kernels.", no_args_is_help=True)
+kernels = typer.Typer(help="Time, tune and look into the Triton kernels.", no_args_is_help=True)
+kernels.command()(report)
 
 Tokens = Annotated[int, typer.Option(min=1, help="T, tokens on one GPU.")]
 Width = Annotated[int, typer.Option(min=1, help="D, width of the model.")]

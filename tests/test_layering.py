@@ -52,7 +52,8 @@ TABLE: dict[str, Row] = {
     "xmoe.launch": row(
         "typer rich jinja2",
         "config topology planner",
-        "torch mpi4py psutil numpy xmoe.groups xmoe.kernels xmoe.integrations xmoe.layer xmoe.placement xmoe.training",
+        "torch matplotlib mpi4py psutil numpy xmoe.groups xmoe.kernels xmoe.integrations xmoe.layer xmoe.placement "
+        "xmoe.training",
     ),
     # torch
     "xmoe.kernels": row("torch triton"),
