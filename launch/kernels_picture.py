@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from xmoe.kernels.report import Row
+# xmoe.kernels.report.Row: nothing here may import it, or torch, before a command runs.
+Row = Any
 
 _NOTHING = "#e8e8e8"
 _WRONG = "#c1272d"

@@ -8,15 +8,15 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from xmoe.kernels.report import Row, Task
+# xmoe.kernels.report.Row: nothing here may import it, or torch, before a command runs.
+Row = Any
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _WIDTH = 190  # of tables that are not written to a terminal
@@ -68,11 +68,11 @@ def _split(names: str | None) -> list[str]:
     return [name.strip() for name in (names or "").split(",") if name.strip()]
 
 
-def _compile(tasks: Sequence[Task], *, jobs: int) -> list[Row]:
+def _compile(tasks: Sequence[Any], *, jobs: int) -> list[Row]:
     """Rows in the order of the tasks, with a bar on standard error while they come."""
     from xmoe.kernels.report import run
 
-    found: dict[Task, list[Row]] = {}
+    found: dict[Any, list[Row]] = {}
     columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("compiling", total=len(tasks))
