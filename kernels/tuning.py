@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 INTERPRETER = "interpreter"
 # Of MI250X (one of its two dies), MI300X, MI355X, A100 and H100; few in the interpreter, so that loops go round.
 _COMPUTE_UNITS = {"gfx90a": 110, "gfx942": 304, "gfx950": 256, "sm_80": 108, "sm_90": 132, INTERPRETER: 3}
+# Dies with an L2 cache of their own that one device spans.
+_DIES = {"gfx942": 8, "gfx950": 8}
 ARCHES = ("gfx90a", "gfx942", "gfx950", "sm_80", "sm_90")
 
 
@@ -149,10 +151,155 @@ def _triton_version() -> str:
     return str(triton.__version__)
 
 
+def _row(arch: str, dtype: torch.dtype, width: int, *, block: str = "BLOCK_D", vectors: int, max_warps: int) -> Config:
+    """Blocks of one row: ``vectors`` loads of 16 bytes a lane, in no more warps than the row fills."""
+    lanes, values = 64 if is_amd(arch) else 32, 16 // dtype.itemsize
+    of_warp = lanes * values * vectors
+    size = max(lanes * values, min(1 << (width - 1).bit_length(), max_warps * of_warp))
+    options = {"waves_per_eu": 8} if is_amd(arch) else {}
+    return Config(blocks={block: size}, num_warps=max(1, size // of_warp), options=options)
+
+
 def _gather(arch: str, dtype: torch.dtype, width: int) -> Config:
     if arch == INTERPRETER:
         return Config(blocks={"BLOCK_D": 16})
-    return Config(blocks={"BLOCK_D": 2048 // dtype.itemsize * 2}, num_warps=4)
+    return _row(arch, dtype, width, vectors=4, max_warps=4)
 
 
-_ROW_OPS = {"gather": _gather}
+def _combine(arch: str, dtype: torch.dtype, width: int) -> Config:
+    """One load a lane and row, ``GROUP_K`` rows in flight."""
+    if arch == INTERPRETER:
+        return Config(blocks={"BLOCK_D": 16, "GROUP_K": 2})
+    row = _row(arch, dtype, width, vectors=1, max_warps=4)
+    return replace(row, blocks={**row.blocks, "GROUP_K": 8})
+
+
+def _row_dot(arch: str, dtype: torch.dtype, width: int) -> Config:
+    if arch == INTERPRETER:
+        return Config(blocks={"BLOCK_D": 16})
+    return _row(arch, dtype, width, vectors=2, max_warps=4)
+
+
+def _segment_sums(arch: str, dtype: torch.dtype, width: int) -> Config:
+    if arch == INTERPRETER:
+        return Config(blocks={"BLOCK_M": 16, "BLOCK_D": 16})
+    return Config(blocks={"BLOCK_M": 64, "BLOCK_D": 128 // dtype.itemsize}, num_warps=4)
+
+
+def _activation(arch: str, dtype: torch.dtype, width: int) -> Config:
+    if arch == INTERPRETER:
+        return Config(blocks={"BLOCK_F": 16})
+    return _row(arch, dtype, width, block="BLOCK_F", vectors=1, max_warps=4)
+
+
+def _plan(arch: str, dtype: torch.dtype, width: int) -> Config:
+    """Slots of one block, sorted in registers: 4 a lane."""
+    if arch == INTERPRETER:
+        return Config(blocks={"BLOCK_S": 16})
+    return Config(blocks={"BLOCK_S": 1024}, num_warps=4 if is_amd(arch) else 8)
+
+
+def _plan_offsets(arch: str, dtype: torch.dtype, width: int) -> Config:
+    if arch == INTERPRETER:
+        return Config(blocks={"BLOCK_B": 4, "BLOCK_E": 8})
+    return Config(blocks={"BLOCK_B": 64, "BLOCK_E": 16}, num_warps=4)
+
+
+def _tile_schedule(arch: str, dtype: torch.dtype, width: int) -> Config:
+    if arch == INTERPRETER:
+        return Config(blocks={"BLOCK_T": 4})
+    return Config(blocks={"BLOCK_T": 256}, num_warps=4)
+
+
+# BLOCK_ROWS and warps of 16-bit tiles of 128 x 128 on AMD; the gathered kernel's come second. Longer blocks need more
+# than the 256 registers that let two waves share a SIMD, once the kernel also adds to an older gradient.
+_WGRAD = {"gfx90a": ((32, 4), (32, 4)), "gfx942": ((64, 8), (32, 4)), "gfx950": ((64, 4), (64, 4))}
+
+
+def _wgrad(arch: str, dtype: torch.dtype, width: int, *, gathered: bool = False) -> Config:
+    if arch == INTERPRETER:
+        return Config(blocks={"BLOCK_OUT": 16, "BLOCK_IN": 16, "BLOCK_ROWS": 16, "GROUP_OUT": 2, "NUM_XCD": 2})
+    block_in, (block_rows, num_warps) = (128, _WGRAD[arch][gathered]) if is_amd(arch) else (64, (64, 8))
+    if dtype.itemsize > 2:
+        block_rows, num_warps = 16, 4 if arch == "gfx950" else 8
+    order = {"GROUP_OUT": 8, "NUM_XCD": _DIES.get(arch, 1)}
+    blocks = {"BLOCK_OUT": 128, "BLOCK_IN": block_in, "BLOCK_ROWS": block_rows, **order}
+    options = {"matrix_instr_nonkdim": 16, "kpack": 1 if arch == "gfx950" else 2} if is_amd(arch) else {}
+    return Config(blocks=blocks, num_warps=num_warps, num_stages=2 if is_amd(arch) else 3, options=options)
+
+
+def _gate(arch: str, dtype: torch.dtype, width: int) -> Config:
+    """Tiles of all experts with 2 elements a lane, 4 where a token would not fit a wave: more of them spill."""
+    if arch == INTERPRETER:
+        return Config(blocks={"BLOCK_T": 8, "TILES": 2})
+    num_warps = 4 if is_amd(arch) or width <= 512 else 8
+    wave = 64 if is_amd(arch) else 32
+    block = max(1, min(32, num_warps * wave * (2 if width <= 2 * wave else 4) // width))
+    options = {"waves_per_eu": 8} if is_amd(arch) else {}
+    return Config(blocks={"BLOCK_T": block, "TILES": max(1, 32 // block)}, num_warps=num_warps, options=options)
+
+
+def _gate_sums(arch: str, dtype: torch.dtype, width: int) -> Config:
+    if arch == INTERPRETER:
+        return Config(blocks={"BLOCK_P": 4, "BLOCK_E": 16})
+    return Config(blocks={"BLOCK_P": 16, "BLOCK_E": 64 if is_amd(arch) else 32}, num_warps=4)
+
+
+def _gemm(arch: str, dtype: torch.dtype, op: str) -> Config:
+    """Grouped GEMMs along rows. Pointers advance where each load takes its whole address from vector registers."""
+    order = {"GROUP_M": 8, "NUM_XCD": _DIES.get(arch, 1), "ADVANCE": arch not in ("gfx90a", "gfx942")}
+    if arch == INTERPRETER:
+        order |= {"GROUP_M": 2, "NUM_XCD": 2}
+        return Config(blocks={"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, **order})
+    if dtype.itemsize > 2:
+        block_m, block_n, block_k, num_warps = 64, 64, 16, 4
+    elif not is_amd(arch):
+        # Two accumulators, or the activation's backward, of 128 columns spill.
+        block_m, block_n, block_k, num_warps = 128, 64 if "activated" in op else 128, 64, 8
+    else:
+        block_m, block_n, num_warps = 128, 128, 8
+        block_k = 32 if "forward" in op else 64
+        if arch == "gfx950":
+            block_k = 128 if op == "grouped_dgrad_activated" else 64
+            num_warps = 8 if "activated" in op else 4
+    options = {"matrix_instr_nonkdim": 16, "kpack": 1 if arch == "gfx950" else 2} if is_amd(arch) else {}
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, **order}
+    return Config(blocks=blocks, num_warps=num_warps, num_stages=2 if is_amd(arch) else 3, options=options)
+
+
+def _forward(arch: str, dtype: torch.dtype, width: int) -> Config:
+    return _gemm(arch, dtype, "grouped_forward")
+
+
+def _forward_activated(arch: str, dtype: torch.dtype, width: int) -> Config:
+    return _gemm(arch, dtype, "grouped_forward_activated")
+
+
+def _dgrad(arch: str, dtype: torch.dtype, width: int) -> Config:
+    return _gemm(arch, dtype, "grouped_dgrad")
+
+
+def _dgrad_activated(arch: str, dtype: torch.dtype, width: int) -> Config:
+    return _gemm(arch, dtype, "grouped_dgrad_activated")
+
+
+_ROW_OPS = {
+    "grouped_forward": _forward,
+    "grouped_forward_activated": _forward_activated,
+    "grouped_dgrad": _dgrad,
+    "grouped_dgrad_activated": _dgrad_activated,
+    "gate_forward": _gate,
+    "gate_backward": _gate,
+    "gate_sums": _gate_sums,
+    "gather": _gather,
+    "combine": _combine,
+    "row_dot": _row_dot,
+    "segment_sums": _segment_sums,
+    "activation_forward": _activation,
+    "activation_backward": _activation,
+    "plan": _plan,
+    "plan_offsets": _plan_offsets,
+    "tile_schedule": _tile_schedule,
+    "grouped_wgrad": _wgrad,
+    "gathered_wgrad": functools.partial(_wgrad, gathered=True),
+}
