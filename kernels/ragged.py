@@ -70,4 +70,4 @@ def stack(weights: Sequence[Tensor]) -> Stacked:
         if all(distance == index * stride * size for index, distance in enumerate(distances)):
             return Stacked(first=first, stride=stride, num_experts=len(weights))
         logger.debug("%d expert matrices of shape %s are not equally spaced: copied", len(weights), tuple(first.shape))
-    return Stacked(first=torch.stack(list(weights)), stride=first.numel(), num_experts=len(weights))
+    return Stacked(first=torch.stack(list(weights))[0], stride=first.numel(), num_experts=len(weights))

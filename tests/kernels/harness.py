@@ -56,6 +56,32 @@ class LaunchTraffic:
     stored: Counter[str] = field(default_factory=Counter)
     bytes_read: int = 0
     bytes_written: int = 0
+    _loads: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    _stores: dict[str, list[np.ndarray]] = field(default_factory=dict)
+
+    @property
+    def loads(self) -> dict[str, dict[int, int]]:
+        """How often each item of each argument was loaded, by its number; items never loaded are left out."""
+        return _how_often(self._loads)
+
+    @property
+    def stores(self) -> dict[str, dict[int, int]]:
+        return _how_often(self._stores)
+
+    def count(self, argument: Argument, addresses: np.ndarray, *, loaded: bool, stored: bool) -> None:
+        places = argument.items(addresses)["places"]
+        if loaded:
+            self.loaded[argument.name] += addresses.size
+            self.bytes_read += addresses.size * argument.item_size
+            self._loads.setdefault(argument.name, []).append(places)
+        if stored:
+            self.stored[argument.name] += addresses.size
+            self.bytes_written += addresses.size * argument.item_size
+            self._stores.setdefault(argument.name, []).append(places)
+
+
+def _how_often(places: dict[str, list[np.ndarray]]) -> dict[str, dict[int, int]]:
+    return {name: dict(Counter(np.concatenate(found).tolist())) for name, found in places.items()}
 
 
 @dataclass
@@ -190,8 +216,8 @@ def _load(original: Callable[..., Any]) -> Callable[..., Any]:
         touched = _touch(pointers, mask.data, "loads")
         if touched:
             running, argument, addresses = touched
-            running.traffic.loaded[argument.name] += addresses.size
-            running.traffic.bytes_read += addresses.size * argument.item_size
+            if _NOW.watchers:
+                running.traffic.count(argument, addresses, loaded=True, stored=False)
             if running.races:
                 running.races.load(running.program, **argument.items(addresses))
         if other is None and not mask.data.all():
@@ -208,8 +234,8 @@ def _store(original: Callable[..., Any]) -> Callable[..., Any]:
         touched = _touch(pointers, mask.data, "stores")
         if touched:
             running, argument, addresses = touched
-            running.traffic.stored[argument.name] += addresses.size
-            running.traffic.bytes_written += addresses.size * argument.item_size
+            if _NOW.watchers:
+                running.traffic.count(argument, addresses, loaded=False, stored=True)
             if running.races:
                 values = np.broadcast_to(value.data, mask.data.shape)[mask.data]
                 running.races.store(running.program, **argument.items(addresses), values=values)
@@ -223,10 +249,7 @@ def _atomic(original: Callable[..., Any]) -> Callable[..., Any]:
         touched = _touch(pointers, mask.data, "atomically updates")
         if touched:
             running, argument, addresses = touched
-            for counter in (running.traffic.loaded, running.traffic.stored):
-                counter[argument.name] += addresses.size
-            running.traffic.bytes_read += addresses.size * argument.item_size
-            running.traffic.bytes_written += addresses.size * argument.item_size
+            running.traffic.count(argument, addresses, loaded=True, stored=True)
         return original(builder, op, pointers, value, mask, sem, scope)
 
     return atomic
