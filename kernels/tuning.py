@@ -193,10 +193,10 @@ def _activation(arch: str, dtype: torch.dtype, width: int) -> Config:
 
 
 def _plan(arch: str, dtype: torch.dtype, width: int) -> Config:
-    """Slots of one block, sorted in registers: 4 a lane."""
+    """Slots of one block, sorted in registers: 4 a lane. A count for each of 1024 experts takes more lanes."""
     if arch == INTERPRETER:
         return Config(blocks={"BLOCK_S": 16})
-    return Config(blocks={"BLOCK_S": 1024}, num_warps=4 if is_amd(arch) else 8)
+    return Config(blocks={"BLOCK_S": 1024}, num_warps=4 if is_amd(arch) and width <= 512 else 8)
 
 
 def _plan_offsets(arch: str, dtype: torch.dtype, width: int) -> Config:
@@ -229,12 +229,13 @@ def _wgrad(arch: str, dtype: torch.dtype, width: int, *, gathered: bool = False)
 
 
 def _gate(arch: str, dtype: torch.dtype, width: int) -> Config:
-    """Tiles of all experts with 2 elements a lane, 4 where a token would not fit a wave: more of them spill."""
+    """Tiles of all experts with 2 elements a lane, 4 where that keeps a token in one wave: more of them spill."""
     if arch == INTERPRETER:
         return Config(blocks={"BLOCK_T": 8, "TILES": 2})
-    num_warps = 4 if is_amd(arch) or width <= 512 else 8
     wave = 64 if is_amd(arch) else 32
-    block = max(1, min(32, num_warps * wave * (2 if width <= 2 * wave else 4) // width))
+    num_warps = 4 if width <= 4 * wave else 8
+    each = 4 if 2 * wave < width <= 4 * wave or width > 16 * wave else 2
+    block = max(1, min(32, num_warps * wave * each // width))
     options = {"waves_per_eu": 8} if is_amd(arch) else {}
     return Config(blocks={"BLOCK_T": block, "TILES": max(1, 32 // block)}, num_warps=num_warps, options=options)
 
@@ -291,6 +292,7 @@ _ROW_OPS = {
     "gate_forward": _gate,
     "gate_backward": _gate,
     "gate_sums": _gate_sums,
+    "top_k_ids": _gate,
     "gather": _gather,
     "combine": _combine,
     "row_dot": _row_dot,
