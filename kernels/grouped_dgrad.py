@@ -154,6 +154,10 @@ def _grouped_dgrad_activated_kernel(
         first_column = column_tile * BLOCK_N
         a = row_pointers(dy, row_ids, first, height, inner, BLOCK_M, BLOCK_K)
         w = _rows_of_weights(down, expert, down_stride, first_column, width, BLOCK_N, BLOCK_K)
+        d_weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        if down_bias is not None:  # noqa: SIM102 (known to the compiler, unlike the column tile)
+            if column_tile == 0:
+                d_weight = _row_dot_bias(a, down_bias + expert * bias_stride, inner, BLOCK_M, BLOCK_K)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         d_hidden, _ = multiply(a, w, None, inner, width, acc, None, HAS_TAIL, ADVANCE, BLOCK_K)
 
@@ -165,13 +169,10 @@ def _grouped_dgrad_activated_kernel(
         # In two halves: all of a tile's activations at once are more registers than a program has.
         left, right = tl.split(d_hidden.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
         inside = real[:, None] & (columns[None, :] < width - first_column)
-        d_weight = _through_activation(left, up, gate, weight, hidden, d_up, d_gate, tile, places, inside, ACTIVATION)
+        d_weight += _through_activation(left, up, gate, weight, hidden, d_up, d_gate, tile, places, inside, ACTIVATION)
         tile += BLOCK_N // 2
         inside = real[:, None] & (columns[None, :] < width - first_column - BLOCK_N // 2)
         d_weight += _through_activation(right, up, gate, weight, hidden, d_up, d_gate, tile, places, inside, ACTIVATION)
-        if down_bias is not None:  # noqa: SIM102 (known to the compiler, unlike the column tile)
-            if column_tile == 0:
-                d_weight += _row_dot_bias(a, down_bias + expert * bias_stride, inner, BLOCK_M, BLOCK_K)
         tl.store(d_weights + tl.cast(column_tile, tl.int64) * num_rows + first + local, d_weight, mask=real)
 
 

@@ -13,6 +13,7 @@ from .dtypes import accumulator_dtype
 from .reference_activation import Activation, activation_backward, activation_forward
 from .reference_experts import ExpertWeights, expert_mlp_backward, expert_mlp_forward
 from .reference_gating import GateRule, Gating, experts_of_best_groups, gate_backward, gate_forward, top_k_ids
+from .reference_gemm import grouped_dgrad, grouped_dgrad_activated, grouped_forward, grouped_forward_activated
 from .reference_plan import count_ids, inverse_permutation, ranks_within_expert, sort_slots, tile_schedule
 from .reference_rows import combine_rows, gather_rows, row_dot, segment_sums
 from .reference_wgrad import grouped_wgrad
@@ -33,6 +34,10 @@ __all__ = [
     "gate_backward",
     "gate_forward",
     "gather_rows",
+    "grouped_dgrad",
+    "grouped_dgrad_activated",
+    "grouped_forward",
+    "grouped_forward_activated",
     "grouped_wgrad",
     "inverse_permutation",
     "ranks_within_expert",

@@ -122,6 +122,16 @@ def multiply(a, w, g, inner, w_step, acc, acc_g, HAS_TAIL: tl.constexpr, ADVANCE
     return acc, acc_g
 
 
+def _config(op: str, rows: Tensor, *, num_experts: int, num_rows: int, sizes: tuple[int, int]) -> Config:
+    return config_for(op, arch=arch_of(rows), dtype=rows.dtype, rows=num_rows, sizes=(num_experts, *sizes))
+
+
+def tile_height(op: str, rows: Tensor, *, num_experts: int, num_rows: int, width: int, inner: int) -> int:
+    """The ``block_m`` of the schedule that grouped GEMM ``op`` of these sizes is configured for."""
+    config = _config(op, rows, num_experts=num_experts, num_rows=num_rows, sizes=(width, inner))
+    return config.blocks["BLOCK_M"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Persistent:
     """How a grouped GEMM of ``width`` columns, sums of ``inner`` products each, is launched and what it loads.
@@ -143,8 +153,8 @@ class Persistent:
     @classmethod
     def of(cls, op: str, rows: Tensor, schedule: TileSchedule, *, width: int, inner: int) -> Persistent:
         """The launch of kernel ``op`` on ``rows``."""
-        arch, sizes = arch_of(rows), (schedule.num_experts, width, inner)
-        found = config_for(op, arch=arch, dtype=rows.dtype, rows=schedule.num_rows, sizes=sizes)
+        arch = arch_of(rows)
+        found = _config(op, rows, num_experts=schedule.num_experts, num_rows=schedule.num_rows, sizes=(width, inner))
         config = replace(found, blocks={**found.blocks, "BLOCK_M": schedule.block_m})
         units = compute_units(arch)
         if rows.device.type == "cuda":

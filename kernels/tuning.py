@@ -247,25 +247,35 @@ def _gate_sums(arch: str, dtype: torch.dtype, width: int) -> Config:
 
 
 def _gemm(arch: str, dtype: torch.dtype, op: str) -> Config:
-    """Grouped GEMMs along rows. Pointers advance where each load takes its whole address from vector registers."""
-    order = {"GROUP_M": 8, "NUM_XCD": _DIES.get(arch, 1), "ADVANCE": arch not in ("gfx90a", "gfx942")}
+    """Grouped GEMMs along rows."""
+    order = {"GROUP_M": 8, "NUM_XCD": _DIES.get(arch, 1), "ADVANCE": 0}
     if arch == INTERPRETER:
         order |= {"GROUP_M": 2, "NUM_XCD": 2}
         return Config(blocks={"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, **order})
     if dtype.itemsize > 2:
         block_m, block_n, block_k, num_warps = 64, 64, 16, 4
+        if is_amd(arch) and "dgrad" in op:
+            block_k, num_warps = 32, 8  # half the masks a lane: they are scalar registers, which spill
     elif not is_amd(arch):
         # Two accumulators, or the activation's backward, of 128 columns spill.
         block_m, block_n, block_k, num_warps = 128, 64 if "activated" in op else 128, 64, 8
     else:
-        block_m, block_n, num_warps = 128, 128, 8
-        block_k = 32 if "forward" in op else 64
+        block_m, block_n, block_k, num_warps = 128, 128, 32 if "forward" in op else 64, 8
         if arch == "gfx950":
             block_k = 128 if op == "grouped_dgrad_activated" else 64
             num_warps = 8 if "activated" in op else 4
-    options = {"matrix_instr_nonkdim": 16, "kpack": 1 if arch == "gfx950" else 2} if is_amd(arch) else {}
+    # Copies from memory to LDS take addresses from vector registers alone: a scalar is no cheaper than to advance.
+    # Of float32 they are four bytes wide, so that there loads go through registers.
+    copies = arch == "gfx950" and dtype.itemsize == 2
     blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, **order}
-    return Config(blocks=blocks, num_warps=num_warps, num_stages=2 if is_amd(arch) else 3, options=options)
+    blocks["ADVANCE"] = int(copies or not is_amd(arch))
+    return Config(
+        blocks=blocks,
+        num_warps=num_warps,
+        num_stages=2 if is_amd(arch) else 3,
+        options={"matrix_instr_nonkdim": 16, "kpack": 1 if arch == "gfx950" else 2} if is_amd(arch) else {},
+        knobs={"use_async_copy": False} if arch == "gfx950" and not copies else {},
+    )
 
 
 def _forward(arch: str, dtype: torch.dtype, width: int) -> Config:
