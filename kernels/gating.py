@@ -80,6 +80,55 @@ def _rank(
 
 
 @triton.jit
+def _experts(num_experts, group_size, GROUPS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr):
+    """The expert of each column, and whether there is one.
+
+    Example: 2 groups of 3, WIDTH 8: 0, 1, 2, none, 3, 4, 5, none.
+    """
+    expert = tl.arange(0, WIDTH)
+    valid = expert < num_experts
+    if PADDED:
+        member = expert % (WIDTH // GROUPS)
+        expert = expert // (WIDTH // GROUPS) * group_size + member
+        valid = (member < group_size) & (expert < num_experts)
+    return expert, valid
+
+
+@triton.jit
+def _take(
+    ranks,
+    counted,
+    top_k,
+    group_size,
+    GROUPS: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHOICES: tl.constexpr,
+):
+    """``(the top_k best experts of each row, -1 where the row does not count; 1 in their columns)``."""
+    place = tl.arange(0, CHOICES)[None, :]
+    picked = tl.full((ranks.shape[0], CHOICES), -1, tl.int32)
+    for choice in range(top_k):
+        found, ranks = take_best(ranks, WIDTH)
+        picked = tl.where(place == choice, found[:, None], picked)
+    if PADDED:
+        picked = picked // (WIDTH // GROUPS) * group_size + picked % (WIDTH // GROUPS)
+    chosen = tl.where(counted[:, None] & (ranks == TAKEN), 1, 0)
+    return tl.where(counted[:, None], picked, -1), chosen
+
+
+@triton.jit
+def _find(picked, expert, valid, top_k, WIDTH: tl.constexpr, CHOICES: tl.constexpr):
+    """1 in the columns of the experts picked."""
+    place = tl.arange(0, CHOICES)[None, :]
+    chosen = tl.zeros((picked.shape[0], WIDTH), tl.int32)
+    for choice in range(top_k):
+        found = tl.max(tl.where(place == choice, picked, -1), 1)
+        chosen += tl.where((expert[None, :] == found[:, None]) & valid[None, :], 1, 0)
+    return chosen
+
+
+@triton.jit
 def _gate_forward_kernel(
     logits,
     bias,
@@ -116,12 +165,7 @@ def _gate_forward_kernel(
     scores 1/4, 1/4, 1/2, so weights 1/2 and 1/4 over 3/4.
     """
     _part, first, end = program_tokens(part_tokens, part_programs, BLOCK_T, TILES)
-    column = tl.arange(0, WIDTH)
-    expert, valid = column, column < num_experts
-    if PADDED:
-        member = column % (WIDTH // GROUPS)
-        expert = column // (WIDTH // GROUPS) * group_size + member
-        valid = (member < group_size) & (expert < num_experts)
+    expert, valid = _experts(num_experts, group_size, GROUPS, PADDED, WIDTH)
     place = tl.arange(0, CHOICES)
     share_sums = tl.zeros((BLOCK_T, WIDTH), tl.float32)
     chosen_sums = tl.zeros((BLOCK_T, WIDTH), tl.int32)
@@ -149,20 +193,12 @@ def _gate_forward_kernel(
         choices = inside[:, None] & (place < top_k)[None, :]
         if ids_in is None:
             ranks = _rank(x, scores, bias, expert, valid, num_limited, GROUP_SCORE, GROUPS, WIDTH)
-            picked = tl.full((BLOCK_T, CHOICES), -1, tl.int32)
-            for choice in range(top_k):
-                found, ranks = take_best(ranks, WIDTH)
-                picked = tl.where(place[None, :] == choice, found[:, None], picked)
-            if PADDED:
-                picked = picked // (WIDTH // GROUPS) * group_size + picked % (WIDTH // GROUPS)
-            picked = tl.where(counted[:, None], picked, -1)
-            chosen_sums += tl.where(counted[:, None] & (ranks == TAKEN), 1, 0)
+            picked, chosen = _take(ranks, counted, top_k, group_size, GROUPS, PADDED, WIDTH, CHOICES)
             tl.store(ids_out + slots, picked, mask=choices)
         else:
             picked = tl.load(ids_in + slots, mask=choices, other=-1)
-            for choice in range(top_k):
-                found = tl.max(tl.where(place[None, :] == choice, picked, -1), 1)
-                chosen_sums += tl.where((expert[None, :] == found[:, None]) & valid[None, :], 1, 0)
+            chosen = _find(picked, expert, valid, top_k, WIDTH, CHOICES)
+        chosen_sums += chosen
 
         # The logits of the chosen are in the cache: loading them is cheaper than finding them in the tile.
         places = (tl.cast(token, tl.int64) * num_experts)[:, None] + tl.maximum(picked, 0)
