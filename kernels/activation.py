@@ -35,6 +35,7 @@ def activation_forward(up_MF: Tensor, gate_MF: Tensor | None, weights_M: Tensor,
     """``hidden[m] = weights[m] * act(up[m])``, for swiglu ``weights[m] * silu(gate[m]) * up[m]``; in up's dtype."""
     num_rows, width = _check(up_MF, gate_MF, weights_M, activation)
     up_MF, gate_MF = up_MF.contiguous(), gate_MF.contiguous() if gate_MF is not None else None
+    weights_M = weights_M.contiguous()
     hidden_MF = torch.empty_like(up_MF)
     config = config_for("activation_forward", arch=arch_of(up_MF), dtype=up_MF.dtype, width=width, rows=num_rows)
     blocks = triton.cdiv(width, config.blocks["BLOCK_F"])
@@ -111,7 +112,7 @@ def activation_backward(
             f"d_hidden_MF ({tuple(d_hidden_MF.shape)}, {d_hidden_MF.dtype}) must be of up_MF's shape and dtype "
             f"({tuple(up_MF.shape)}, {up_MF.dtype})"
         )
-    d_hidden_MF, up_MF = d_hidden_MF.contiguous(), up_MF.contiguous()
+    d_hidden_MF, up_MF, weights_M = d_hidden_MF.contiguous(), up_MF.contiguous(), weights_M.contiguous()
     gate_MF = gate_MF.contiguous() if gate_MF is not None else None
     hidden_MF, d_up_MF = torch.empty_like(up_MF), torch.empty_like(up_MF)
     d_gate_MF = torch.empty_like(up_MF) if gate_MF is not None else None

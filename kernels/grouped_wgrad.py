@@ -145,7 +145,7 @@ def grouped_wgrad(
             arguments=dict(
                 d_out=d_out,
                 x=x,
-                row_ids=row_ids_M,
+                row_ids=row_ids_M.contiguous() if row_ids_M is not None else None,
                 offsets=schedule.offsets_e1,
                 out=out,
                 num_experts=num_experts,

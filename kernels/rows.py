@@ -33,7 +33,8 @@ def gather_rows(x_TD: Tensor, slot_ids_N: Tensor, top_k: int, weights_N: Tensor 
     num_rows, width = slot_ids_N.numel(), x_TD.shape[1]
     _check_top_k(top_k)
     _check_per_row("weights_N", weights_N, num_rows)
-    x_TD = x_TD.contiguous()
+    x_TD, slot_ids_N = x_TD.contiguous(), slot_ids_N.contiguous()
+    weights_N = weights_N.contiguous() if weights_N is not None else None
     out_ND = x_TD.new_empty((num_rows, width))
     config = config_for("gather", arch=arch_of(x_TD), dtype=x_TD.dtype, width=width, rows=num_rows)
     blocks = triton.cdiv(width, config.blocks["BLOCK_D"])
@@ -172,7 +173,7 @@ def row_dot(a_ND: Tensor, b_TD: Tensor, slot_ids_N: Tensor, top_k: int) -> Tenso
         )
     if num_ids != num_rows:
         raise ValueError(f"a_ND has {num_rows} rows, slot_ids_N {num_ids} entries")
-    a_ND, b_TD = a_ND.contiguous(), b_TD.contiguous()
+    a_ND, b_TD, slot_ids_N = a_ND.contiguous(), b_TD.contiguous(), slot_ids_N.contiguous()
     out_N = a_ND.new_empty((num_rows,), dtype=torch.float32)
     config = config_for("row_dot", arch=arch_of(a_ND), dtype=a_ND.dtype, width=width, rows=num_rows)
     launch(
@@ -226,7 +227,9 @@ def segment_sums(
     In rows' dtype, summed in float32; without ``row_ids_M`` row m itself, without ``weights_M`` unweighted.
     """
     _check_rows("rows", rows)
-    rows = rows.contiguous()
+    rows, offsets_e1 = rows.contiguous(), offsets_e1.contiguous()
+    row_ids_M = row_ids_M.contiguous() if row_ids_M is not None else None
+    weights_M = weights_M.contiguous() if weights_M is not None else None
     width, num_segments = rows.shape[1], offsets_e1.numel() - 1
     num_rows = rows.shape[0] if row_ids_M is None else row_ids_M.numel()
     _check_per_row("weights_M", weights_M, num_rows)
