@@ -100,17 +100,26 @@ def kernel_sources(folder: Path) -> dict[str, str]:
 def find_narrow_addresses(functions: Mapping[str, Function]) -> list[str]:
     """Every access through a narrow product, as a sentence."""
     found: dict[str, None] = {}
-    called = {node.func.id for one in functions.values() for node in ast.walk(one.node) if _is_named_call(node)}
-    for name, function in functions.items():
-        if name in called:
-            continue  # followed from its callers
-        pointers: set[str] = set()
-        for _ in range(2):  # the second time knows which arguments are pointers: those that an access starts from
-            run = _Run(functions, pointers)
-            run.enter(function)
-            pointers |= run.roots
+    for name, pointers in pointer_arguments(functions).items():
+        run = _Run(functions, pointers)
+        run.enter(functions[name])
         found.update(dict.fromkeys(run.found))
     return list(found)
+
+
+def pointer_arguments(functions: Mapping[str, Function]) -> dict[str, set[str]]:
+    """Of every function that no other calls: the arguments that an access starts from, the leftmost of its sum.
+
+    These are taken for pointers, which are 64 bits wide: whoever knows the launches checks that they are tensors.
+    """
+    called = {node.func.id for one in functions.values() for node in ast.walk(one.node) if _is_named_call(node)}
+    found = {}
+    for name, function in functions.items():
+        if name not in called:  # the others are followed from their callers
+            run = _Run(functions, set())
+            run.enter(function)
+            found[name] = run.roots
+    return found
 
 
 def _is_named_call(node: ast.AST) -> bool:

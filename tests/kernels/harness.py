@@ -48,10 +48,12 @@ class LaunchTraffic:
     """What one launch loaded and stored, in elements by argument, and in bytes; atomics count as both.
 
     ``declared``  the launcher's Cost; None where the kernel was not started by ``xmoe.kernels.launch``
+    ``numbers``   arguments that are neither tensors nor None
     """
 
     kernel: str
     declared: Cost | None
+    numbers: frozenset[str] = frozenset()
     loaded: Counter[str] = field(default_factory=Counter)
     stored: Counter[str] = field(default_factory=Counter)
     bytes_read: int = 0
@@ -321,7 +323,8 @@ def _run(original: Callable[..., Any]) -> Callable[..., Any]:
                 arguments.setdefault(_key(x), Argument.of(name, x))
         call, _NOW.declared = _NOW.declared, None
         ours = call is not None and call.kernel is kernel
-        record = LaunchTraffic(kernel=kernel.__name__, declared=call.cost if call and ours else None)
+        numbers = frozenset(name for name, x in named.items() if x is not None and not isinstance(x, Tensor))
+        record = LaunchTraffic(kernel.__name__, call.cost if call and ours else None, numbers)
         for watcher in _NOW.watchers:
             watcher.append(record)
         races = Races(kernel.__name__) if _NOW.races else None

@@ -1,0 +1,68 @@
+"""Compiles every launch of ``launcher_cases`` with all sizes 1, and prints what happened, one JSON line a case.
+
+A process of its own: a process either interprets kernels or compiles them. Arguments: the architectures.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+
+sys.path.append(str(Path(__file__).parent))
+
+from launcher_cases import CASES, Case, Problem
+
+from xmoe.kernels.compile import compile_launch
+from xmoe.kernels.launch import Cost, Launch, launch, recording
+from xmoe.kernels.tuning import INTERPRETER, Config, config_for
+
+ONES = Problem(tokens=1, width=1, expert_width=1, top_k=1, counts=(1,), dtype=torch.bfloat16, device="meta", block_m=16)
+
+
+PLANTED = "planted"
+
+
+@triton.jit
+def _planted_kernel(out, size):
+    """Passes in the interpreter; compiled with size 1, that is a constant without methods."""
+    tl.store(out, size.to(tl.int64))
+
+
+def _planted(problem: Problem) -> None:
+    out, cost = torch.empty(1, dtype=torch.int64, device=problem.device), Cost(bytes_read=0, bytes_written=8)
+    arguments = {"out": out, "size": problem.tokens}
+    launch(Launch(op="", kernel=_planted_kernel, grid=(1,), arguments=arguments, config=Config(blocks={}), cost=cost))
+
+
+def with_small_blocks(call: Launch) -> Launch:
+    """What is specialised does not depend on the blocks, and small ones compile several times faster."""
+    if not call.op:
+        return call
+    blocks = config_for(call.op, arch=INTERPRETER, dtype=ONES.dtype, width=1).blocks
+    return replace(call, config=replace(call.config, blocks=blocks))
+
+
+def main(arches: list[str]) -> None:
+    for arch in arches:
+        for case in [*CASES, Case(PLANTED, ("_planted_kernel",), _planted)]:
+            names, error = [], None
+            try:
+                with recording(arch) as calls:
+                    case.run(ONES)
+                for call in calls:
+                    names.append(call.kernel.__name__)
+                    compile_launch(with_small_blocks(call), arch)
+            except Exception as failure:
+                cause = failure.__cause__ or failure.__context__ or failure
+                error = f"{type(failure).__name__}: {failure}\n{type(cause).__name__}: {cause}"
+            print(json.dumps({"arch": arch, "case": case.name, "kernels": names, "error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,44 @@
+"""What holds for every launcher: how tensors lie in memory and in which order programs run changes no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from harness import program_order
+from launcher_cases import CASES, Case, Problem
+from torch import Tensor
+
+PROBLEM = Problem(tokens=19, width=40, expert_width=24, top_k=2, counts=(17, 0, 1, 18))
+
+
+def tensors_of(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    elif is_dataclass(result):
+        yield from tensors_of([getattr(result, field.name) for field in fields(result)])
+    elif isinstance(result, tuple | list):
+        for part in result:
+            yield from tensors_of(part)
+
+
+def run(case: Case, problem: Problem) -> list[Tensor]:
+    torch.manual_seed(0)
+    return list(tensors_of(case.run(problem)))
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert expected
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_results_are_the_same_for_strided_tensors_and_every_program_order(case: Case):
+    expected = run(case, PROBLEM)
+    assert_equal(run(case, replace(PROBLEM, strided=True)), expected)
+    with program_order("random"):
+        assert_equal(run(case, PROBLEM), expected)
