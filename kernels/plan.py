@@ -178,11 +178,12 @@ def _tile_schedule_kernel(
     tile_row,
     num_tiles,
     num_experts,
+    max_tiles,
     block_m,
     EXPERTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Program x writes the tiles of expert x and where its rows end.
+    """Program x writes the tiles of expert x and where its rows end; the last one also what is left of the lists.
 
     Example: counts [3, 0, 2], block_m=2: program 2 finds 3 rows and 2 tiles before it, and writes tile 2 at row 3.
     """
@@ -197,11 +198,13 @@ def _tile_schedule_kernel(
     if expert == 0:
         tl.store(offsets, 0)
     tl.store(offsets + expert + 1, first_row + own_rows)
-    if expert == num_experts - 1:
+    is_last = expert == num_experts - 1
+    if is_last:
         tl.store(num_tiles, first_tile + own_tiles)
-    for start in range(0, own_tiles, BLOCK_T):
+    end = tl.where(is_last, max_tiles - first_tile, own_tiles)
+    for start in range(0, end, BLOCK_T):
         tile = start + tl.arange(0, BLOCK_T)
-        mask = tile < own_tiles
+        mask = tile < end
         tl.store(tile_expert + first_tile + tile, tl.broadcast_to(expert, (BLOCK_T,)), mask=mask)
         tl.store(tile_row + first_tile + tile, first_row + tile * block_m, mask=mask)
 
@@ -227,11 +230,11 @@ def tile_schedule(counts_e: Tensor, *, block_m: int, num_rows: int) -> TileSched
                 tile_row=found["tile_row"],
                 num_tiles=found["num_tiles"],
                 num_experts=num_experts,
+                max_tiles=max_tiles,
                 block_m=block_m,
                 EXPERTS=triton.next_power_of_2(num_experts),
             ),
             config=config_for("tile_schedule", arch=arch_of(counts_e), dtype=torch.int32, width=num_experts),
-            # Tiles are counted at their bound: how many there are is known on the device only.
             cost=Cost(
                 bytes_read=num_experts**2 * counts_e.element_size(),
                 bytes_written=(num_experts + 2 + 2 * max_tiles) * 4,

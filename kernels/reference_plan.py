@@ -71,7 +71,7 @@ def tile_schedule(counts_e: Tensor, *, block_m: int, num_rows: int) -> TileSched
     tile_ends_e = tiles_e.cumsum(0)
     max_tiles = num_rows // block_m + counts_e.numel()
     tiles = torch.arange(max_tiles, device=counts_e.device)
-    # Past the last tile any expert will do: nobody reads there.
+    # Past the last tile the last expert's go on: nobody reads there.
     expert = torch.searchsorted(tile_ends_e, tiles, right=True).clamp_(max=counts_e.numel() - 1)
     row = (ends_e - counts_e)[expert] + (tiles - (tile_ends_e - tiles_e)[expert]) * block_m
     return TileSchedule(
