@@ -71,7 +71,7 @@ def config_for(
         dtype=str(dtype).removeprefix("torch."),
         rows=tuning_cache.bucket(rows),
         sizes=(width, *sizes),
-        triton=_triton_version(),
+        triton=triton_version(),
     )
     choice = _CHOICE.get()
     if choice.asked is not None:
@@ -143,7 +143,7 @@ def _warn_once(message: str) -> None:
 
 
 @functools.cache
-def _triton_version() -> str:
+def triton_version() -> str:
     try:
         import triton
     except ModuleNotFoundError:

@@ -14,7 +14,7 @@ from statistics import median
 import torch
 
 from . import tuning_cache
-from .tuning import Config, config_for, forcing, is_amd, only_defaults
+from .tuning import INTERPRETER, Config, config_for, forcing, is_amd, only_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +55,13 @@ GEMMS = {
 def candidates(op: str, *, arch: str, dtype: torch.dtype, width: int = 0) -> list[Config]:
     """Configurations worth timing, the default first; none twice, none that :func:`fits` refuses.
 
-    The default is always there: a search never ends with something slower.
+    The default is always there: a search never ends with something slower. The interpreter has nothing else.
     """
     with only_defaults():
         default = config_for(op, arch=arch, dtype=dtype, width=width)
     found = [default]
+    if arch == INTERPRETER:
+        return found
     variants = _gemm_variants(op, arch, dtype, default) if op in GEMMS else _row_variants(arch, default)
     for config in variants:
         if config not in found and fits(op, config, arch=arch, dtype=dtype):
