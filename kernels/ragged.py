@@ -15,6 +15,8 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+_NOT_32_BITS = 2**31
+
 
 @dataclass(frozen=True, kw_only=True)
 class TileSchedule:
@@ -48,12 +50,22 @@ class TileSchedule:
 class Stacked:
     """One matrix of every expert, at equal distances: expert x's starts ``x * stride`` elements after ``first``.
 
-    ``first``  ``[out, in]`` (or a bias, ``[out]``), contiguous: the first expert's own tensor
+    ``first``  ``[out, in]`` (or a bias, ``[out]``), contiguous: the first expert's own tensor, or an alias of it
     """
 
     first: Tensor
     stride: int
     num_experts: int
+
+    def __post_init__(self) -> None:
+        # On AMD, Triton takes offsets for 32 bits wide where a tensor's storage is below 2 GB, and computes them so.
+        # Storage ends with the first matrix; this attribute is how Triton is told what a pointer really reaches.
+        reach = ((self.num_experts - 1) * self.stride + self.first.numel()) * self.first.element_size()
+        if self.stride < 0:
+            reach = _NOT_32_BITS
+        alias = self.first.detach()
+        alias.ptr_range = lambda: reach
+        object.__setattr__(self, "first", alias)
 
 
 def stack(weights: Sequence[Tensor]) -> Stacked:

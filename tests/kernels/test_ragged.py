@@ -1,7 +1,9 @@
 """Experts' matrices by one address and a stride."""
 
+import numpy as np
 import pytest
 import torch
+from triton.backends.amd.compiler import HIPBackend
 
 from xmoe.kernels.ragged import Stacked, stack
 
@@ -57,3 +59,25 @@ def test_stack_copies_nothing_that_is_equally_spaced(make):
 def test_stack_of_meta_tensors_has_a_shape():
     stacked = stack([torch.empty(4, 2, device="meta") for _ in range(3)])
     assert (tuple(stacked.first.shape), stacked.stride, stacked.num_experts) == ((4, 2), 8, 3)
+
+
+def apart(distance: int) -> list[torch.Tensor]:
+    """Two matrices of storages of their own, ``distance`` bytes from one's start to the other's."""
+    memory = np.empty(abs(distance) + 32, np.uint8)  # resident where it is touched
+    starts = (0, distance) if distance > 0 else (-distance, 0)
+    return [torch.from_numpy(memory[start : start + 32].view(np.float32).reshape(4, 2)) for start in starts]
+
+
+@pytest.mark.parametrize(
+    ("distance", "within"), [(64, True), (2**31 - 64, True), (2**31 - 16, False), (2**32 + 64, False), (-64, False)]
+)
+def test_triton_computes_offsets_of_far_matrices_in_64_bits(distance: int, within: bool):
+    stacked = stack(apart(distance))
+    assert stacked.stride * 4 == distance
+    assert HIPBackend.is_within_2gb(stacked.first) == within
+
+
+def test_triton_is_told_by_the_stack_alone():
+    weights = apart(2**32)
+    stack(weights)
+    assert HIPBackend.is_within_2gb(weights[0])
