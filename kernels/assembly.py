@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import assembly_amdgcn, assembly_ptx
-from .control_flow import Instruction, Program, data_loads, hot_loop
+from .control_flow import Instruction, Program, data_loads, find_loops
 
 UNIT = 16 * 16 * 16  # multiply-adds
 _FEW_BYTES = 0.25
@@ -119,15 +119,28 @@ def read_ptx(text: str, *, registers: int, local_bytes: int) -> Figures:
 
 def _code_figures(program: Program) -> dict[str, Any]:
     accesses = [item.access for item in program.instructions if item.access is not None]
-    loop = hot_loop(program)
+    loop = _hottest(program)
     return {
         "loads": Counter(data_loads(program.instructions, loops=False)),
         "stores": Counter(access.bytes_per_lane for access in accesses if access.kind == "store"),
-        "hot_loop": None if loop is None else _hot_loop_figures(loop),
+        "hot_loop": loop,
     }
 
 
-def _hot_loop_figures(loop: Sequence[Instruction]) -> HotLoop:
+def _hottest(program: Program) -> HotLoop | None:
+    """Figures of the loop that the matrix instructions run in: the innermost, of several the one with most work.
+
+    Prologue and epilogue of a pipelined loop lie outside. Of loops with equal work (the two products of one sum) the
+    one with more other vector instructions counts.
+    """
+    code = program.instructions
+    loops = [loop for loop in find_loops(program) if any(code[index].multiply_adds for index in loop.members)]
+    innermost = [loop for loop in loops if not any(other.members < loop.members for other in loops)]
+    figures = [_loop_figures([code[index] for index in sorted(loop.members)]) for loop in innermost]
+    return max(figures, key=lambda loop: (loop.matrix_units, loop.vector_instructions), default=None)
+
+
+def _loop_figures(loop: Sequence[Instruction]) -> HotLoop:
     matrix = [item for item in loop if item.multiply_adds]
     return HotLoop(
         matrix_instructions=len(matrix),

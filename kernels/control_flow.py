@@ -144,24 +144,6 @@ def _body(block: int, header: int, predecessors: list[list[int]]) -> set[int]:
     return found
 
 
-def hot_loop(program: Program) -> list[Instruction] | None:
-    """The loop that the matrix instructions run in, or None: the innermost one, of several the one with most of them.
-
-    Prologue and epilogue of a pipelined loop lie outside. Of loops with equally many multiply-adds (the two products
-    of one sum) the one with more other instructions counts.
-    """
-    loops = [loop for loop in find_loops(program) if _multiply_adds(program, loop)]
-    innermost = [loop for loop in loops if not any(other.members < loop.members for other in loops)]
-    if not innermost:
-        return None
-    hottest = max(innermost, key=lambda loop: (_multiply_adds(program, loop), len(loop.members)))
-    return [program.instructions[index] for index in sorted(hottest.members)]
-
-
-def _multiply_adds(program: Program, loop: Loop) -> int:
-    return sum(program.instructions[index].multiply_adds for index in loop.members)
-
-
 def data_loads(code: Sequence[Instruction], *, loops: bool) -> list[int]:
     """Bytes per lane of each load from global memory whose value ends in no address: of data, not of row indices.
 

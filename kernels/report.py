@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .assembly import Figures, read_amdgcn, read_ptx
 from .assembly_ptx import read_resources
-from .catalog import CASES, GEMM_OPS, SHAPES, Case, Shape, case_named, op_of
+from .catalog import CASES, GEMM_OPS, SHAPES, Shape, case_named, op_of
 from .compile import Compiled, compile_launch
 from .launch import Launch, recording
 from .occupancy import LIMITS, waves_per_simd
-from .tuning import ARCHES, Config, forcing, is_amd
+from .tuning import ARCHES, Config, asking, forcing, is_amd
+from .tuning_search import candidates
 
 GEMM_WAVES = 2
 ROW_WAVES = 8
@@ -103,7 +106,8 @@ def find_tasks(
     all_candidates: bool = False,
     dump: str | None = None,
 ) -> list[Task]:
-    """One task for each case, dtype and architecture; none named means all. ``kernel`` is part of a case's name.
+    """One task for each case, dtype and architecture; none named means all. ``kernel`` is part of a case's name, or
+    of a kernel's that it launches.
 
     Raises ValueError for an unknown name.
     """
@@ -111,7 +115,8 @@ def find_tasks(
     for given, name, known in ((arches, "arch", ARCHES), (dtypes, "dtype", known_dtypes)):
         if unknown := [each for each in given if each not in known]:
             raise ValueError(f"{name} ({', '.join(unknown)}) must be one or more of {', '.join(known)}")
-    if not (cases := [case for case in CASES if kernel in case.name]):
+    cases = [case for case in CASES if any(kernel in name for name in (case.name, *case.kernels()))]
+    if not cases:
         raise ValueError(f"kernel ({kernel}) must be part of one of {', '.join(case.name for case in CASES)}")
     return [
         Task(case=case.name, arch=arch, dtype=dtype, all_candidates=all_candidates, dump=dump)
@@ -144,23 +149,29 @@ def run(wanted: Sequence[Task], *, jobs: int) -> Iterator[tuple[Task, list[Row]]
 
 def run_task(task: Task) -> list[Row]:
     """Compiles a case in this process; launches that compile to the same code make one row."""
-    case = case_named(task.case)
     rows: list[Row] = []
     seen: set[str] = set()
     for shape in SHAPES:
-        for call in _record(case, task, shape, forced={}):
-            rows += _rows(call, task, shape, default=True, seen=seen)
+        with asking() as asked:
+            rows += _rows(task, shape, forced={}, seen=seen)
+        if task.all_candidates:
+            for key in dict.fromkeys(asked):
+                dtype, width = getattr(torch, key.dtype), key.sizes[0]
+                for config in candidates(key.op, arch=task.arch, dtype=dtype, width=width):
+                    rows += _rows(task, shape, forced={key.op: config}, seen=seen)
     return rows
 
 
-def _record(case: Case, task: Task, shape: Shape, *, forced: Mapping[str, Config]) -> list[Launch]:
+def _rows(task: Task, shape: Shape, *, forced: Mapping[str, Config], seen: set[str]) -> list[Row]:
+    """Rows of the launches of one case, those left out whose code has a row already."""
+    case = case_named(task.case)
     with recording(task.arch) as calls, forcing(forced):
         case.run(case.inputs(task.dtype, shape))
-    return calls
+    found = (_row(call, task, shape, default=not forced, seen=seen) for call in calls)
+    return [row for row in found if row is not None]
 
 
-def _rows(call: Launch, task: Task, shape: Shape, *, default: bool, seen: set[str]) -> list[Row]:
-    """The row of ``call``, or none if its code has one already."""
+def _row(call: Launch, task: Task, shape: Shape, *, default: bool, seen: set[str]) -> Row | None:
     row = Row(
         kernel=call.name,
         case=task.case,
@@ -174,9 +185,9 @@ def _rows(call: Launch, task: Task, shape: Shape, *, default: bool, seen: set[st
     try:
         compiled = compile_launch(call, task.arch)
     except Exception as error:  # whatever a compiler pass raises is a finding about this kernel alone
-        return [dataclasses.replace(row, error=f"{type(error).__name__}: {error}")]
+        return dataclasses.replace(row, error=f"{type(error).__name__}: {error}")
     if compiled.metadata["hash"] in seen:
-        return []
+        return None
     seen.add(compiled.metadata["hash"])
     if task.dump is not None:
         _write(Path(task.dump), row, compiled, number=len(seen))
@@ -184,7 +195,7 @@ def _rows(call: Launch, task: Task, shape: Shape, *, default: bool, seen: set[st
     waves = waves_per_simd(
         task.arch, registers=figures.vgprs, lds_bytes=compiled.shared_bytes, num_warps=call.config.num_warps
     )
-    return [dataclasses.replace(row, figures=figures, lds_bytes=compiled.shared_bytes, waves=waves)]
+    return dataclasses.replace(row, figures=figures, lds_bytes=compiled.shared_bytes, waves=waves)
 
 
 def figures_of(compiled: Compiled) -> Figures:
