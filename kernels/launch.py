@@ -129,7 +129,10 @@ def device_arch(device: torch.device) -> str:
 
 
 def launch(call: Launch) -> None:
-    """Runs the kernel, or records it inside :func:`recording`. A grid without programs runs nothing."""
+    """Runs the kernel, or records it inside :func:`recording`. A grid without programs runs nothing.
+
+    The kernel runs on its tensors' device, whichever is current: Triton itself would take the current one.
+    """
     counts = _COUNTS.get()
     if counts is not None:
         counts[call.name] += 1
@@ -137,7 +140,8 @@ def launch(call: Launch) -> None:
     if recorder is not None:
         recorder.launches.append(call)
     elif all(call.grid):
-        _run(call)
+        with torch.cuda.device_of(next(x for x in call.arguments.values() if isinstance(x, Tensor))):
+            _run(call)
 
 
 def _run(call: Launch) -> None:

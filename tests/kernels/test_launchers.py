@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 from harness import program_order
 from launcher_cases import CASES, Case, Problem
 from torch import Tensor
+
+from xmoe.kernels import launch
+from xmoe.kernels.triton_kernels import gather_rows
 
 PROBLEM = Problem(tokens=19, width=40, expert_width=24, top_k=2, counts=(17, 0, 1, 18))
 
@@ -42,3 +46,23 @@ def test_results_are_the_same_for_strided_tensors_and_every_program_order(case: 
     assert_equal(run(case, replace(PROBLEM, strided=True)), expected)
     with program_order("random"):
         assert_equal(run(case, PROBLEM), expected)
+
+
+def test_a_kernel_runs_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch):
+    events: list[Any] = []
+
+    @contextlib.contextmanager
+    def device_of(x: Tensor) -> Iterator[None]:
+        events.append(x)
+        yield
+        events.append("left")
+
+    def run(call: launch.Launch) -> None:
+        events.append(call.name)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(launch, "_run", run)
+    x = torch.randn(3, 7)
+    gather_rows(x, torch.tensor([0, 2], dtype=torch.int32), 1)
+    assert events[0] is x
+    assert events[1:] == ["gather_rows", "left"]
