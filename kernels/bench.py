@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .launch import arch_of, device_arch, recording
 from .tuning import ARCHES, asking, triton_version
+from .tuning_search import ROUNDS as TUNING_ROUNDS
 from .tuning_search import Winner, tune
 
 logger = logging.getLogger(__name__)
@@ -211,12 +212,12 @@ def flops_of(case: Case) -> int:
     return sum(call.cost.flops for call in calls)
 
 
-def tune_case(case: Case, *, clock: Clock | None = None) -> list[Winner]:
+def tune_case(case: Case, *, clock: Clock | None = None, rounds: int = TUNING_ROUNDS) -> list[Winner]:
     """Searches every kernel that the case launches; the winners are kept on disk."""
     clock = clock or device_clock(case.device)
     with asking() as keys:
         case.run()
-    return list(tune(keys, lambda: clock(case.run)))
+    return list(tune(keys, lambda: clock(case.run), rounds=rounds))
 
 
 def _that_runs(case: Case) -> Callable[[], Any] | None:

@@ -23,7 +23,7 @@ LDS_BYTES = {"gfx90a": 65536, "gfx942": 65536, "gfx950": 163840, "sm_80": 166912
 _WARPS_OF_TWO_A_SIMD = 8
 # fp32 sums a lane may hold: half of its registers, of 256 on AMD with two waves a SIMD and of 255 on NVIDIA.
 _MAX_SUMS_A_LANE = 128
-_ROUNDS = 7
+ROUNDS = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ class Found:
     seconds: float
 
 
-def search(configs: Iterable[Config], measure: Callable[[Config], float], *, rounds: int = _ROUNDS) -> list[Found]:
+def search(configs: Iterable[Config], measure: Callable[[Config], float], *, rounds: int = ROUNDS) -> list[Found]:
     """The configurations that run, fastest first: the median of ``rounds`` rounds that time each once in turn.
 
     Interleaved, so that a clock that falls as the chip warms up meets all of them alike. A configuration that raises
@@ -175,7 +175,7 @@ class Winner:
     num_candidates: int
 
 
-def tune(keys: Sequence[tuning_cache.Key], measure: Callable[[], float], *, rounds: int = _ROUNDS) -> Iterator[Winner]:
+def tune(keys: Sequence[tuning_cache.Key], measure: Callable[[], float], *, rounds: int = ROUNDS) -> Iterator[Winner]:
     """Searches each of ``keys``, which ``measure``'s launches ask for, and keeps the winners on disk.
 
     ``measure`` runs and times the launches; kernels other than the one searched keep what they have.

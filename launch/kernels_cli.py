@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,12 +14,11 @@ from xmoe.config import ConfigError
 
 from .kernels_report import report
 
-if TYPE_CHECKING:
-    from xmoe.kernels.bench import Case, Timing
-    from xmoe.kernels.tuning_search import Winner
-
 kernels = typer.Typer(help="Time, tune and look into the Triton kernels.", no_args_is_help=True)
 kernels.command()(report)
+
+# Of the table with the longest kernel's name: a narrower terminal, or a file, wraps lines and loses no digits.
+_TABLE_WIDTH = 110
 
 Tokens = Annotated[int, typer.Option(min=1, help="T, tokens on one GPU.")]
 Width = Annotated[int, typer.Option(min=1, help="D, width of the model.")]
@@ -51,7 +50,9 @@ def bench(
         if as_json:
             typer.echo(as_line(timings[-1], xmoe=__version__))
     if not as_json:
-        Console().print(_timing_table(timings))
+        console = Console()
+        console.width = max(console.width, _TABLE_WIDTH)
+        console.print(_timing_table(timings))
 
 
 @kernels.command()
@@ -78,7 +79,7 @@ def tune(
     typer.echo(f"winners are in {cache_folder()}")
 
 
-def _cases(command: str, sizes: dict[str, int], dtype: str, only: list[str] | None) -> Iterator[Case]:
+def _cases(command: str, sizes: dict[str, int], dtype: str, only: list[str] | None) -> Iterator[Any]:
     """The cases on this machine's GPU. ValueError where there is none."""
     from xmoe.kernels.bench import find_device
 
@@ -88,7 +89,7 @@ def _cases(command: str, sizes: dict[str, int], dtype: str, only: list[str] | No
     return cases_of(Shape(**sizes), dtype=dtype, device=device, only=only or ())
 
 
-def _winner_line(case: Case, winner: Winner) -> str:
+def _winner_line(case: Any, winner: Any) -> str:
     best, default = winner.found, winner.default_seconds
     gain = "the default does not run" if default is None else f"{default / best.seconds:.2f} times the default's speed"
     blocks = " ".join(f"{name}={size}" for name, size in best.config.blocks.items())
@@ -100,10 +101,11 @@ def _winner_line(case: Case, winner: Winner) -> str:
     )
 
 
-def _timing_table(timings: list[Timing]) -> Table:
+def _timing_table(timings: list[Any]) -> Table:
     table = Table(title=f"{timings[0].device}, {timings[0].arch}" if timings else None)
     for heading in ("kernel", "dtype", "ms", "torch ms", "speed-up", "TFLOP/s", "of peak", "GB/s", "of peak"):
-        table.add_column(heading, justify="left" if heading in ("kernel", "dtype") else "right")
+        left = heading in ("kernel", "dtype")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for timing in timings:
         baseline = timing.torch_p50_ms
         table.add_row(
