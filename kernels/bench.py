@@ -215,9 +215,14 @@ def flops_of(case: Case) -> int:
 def tune_case(case: Case, *, clock: Clock | None = None, rounds: int = TUNING_ROUNDS) -> list[Winner]:
     """Searches every kernel that the case launches; the winners are kept on disk."""
     clock = clock or device_clock(case.device)
+    expected = case.compared(case.reference())
+
+    def check() -> None:
+        check_result(case.kernel, case.compared(case.run()), expected)
+
     with asking() as keys:
-        case.run()
-    return list(tune(keys, lambda: clock(case.run), rounds=rounds))
+        check()
+    return list(tune(keys, lambda: clock(case.run), check=check, rounds=rounds))
 
 
 def _that_runs(case: Case) -> Callable[[], Any] | None:

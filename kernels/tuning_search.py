@@ -9,7 +9,9 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -142,16 +144,23 @@ class Found:
     seconds: float
 
 
-def search(configs: Iterable[Config], measure: Callable[[Config], float], *, rounds: int = ROUNDS) -> list[Found]:
+def search(
+    configs: Iterable[Config],
+    measure: Callable[[Config], float],
+    *,
+    check: Callable[[Config], object],
+    rounds: int = ROUNDS,
+) -> list[Found]:
     """The configurations that run, fastest first: the median of ``rounds`` rounds that time each once in turn.
 
-    Interleaved, so that a clock that falls as the chip warms up meets all of them alike. A configuration that raises
-    (the compiler's errors, too few resources) is left out with a log line. Raises ValueError when none is left.
+    Interleaved, so that a clock that falls as the chip warms up meets all of them alike. ``check`` compiles and runs
+    each once before: one that raises there (the compiler's errors, too few resources, a wrong result) is left out
+    with a log line. Raises ValueError when none is left.
     """
     times: list[tuple[Config, list[float]]] = []
     for config in configs:
         try:
-            measure(config)  # compiles
+            check(config)
         except Exception as error:
             logger.warning("skipping %s: %s: %s", config, type(error).__name__, str(error).splitlines()[:1])
         else:
@@ -175,19 +184,26 @@ class Winner:
     num_candidates: int
 
 
-def tune(keys: Sequence[tuning_cache.Key], measure: Callable[[], float], *, rounds: int = ROUNDS) -> Iterator[Winner]:
+def tune(
+    keys: Sequence[tuning_cache.Key],
+    measure: Callable[[], float],
+    *,
+    check: Callable[[], object],
+    rounds: int = ROUNDS,
+) -> Iterator[Winner]:
     """Searches each of ``keys``, which ``measure``'s launches ask for, and keeps the winners on disk.
 
-    ``measure`` runs and times the launches; kernels other than the one searched keep what they have.
+    ``measure`` runs and times the launches, ``check`` runs them and raises where their result is wrong: a compiler
+    switch that is faster and wrong must not win. Kernels other than the one searched keep what they have.
     """
     for key in dict.fromkeys(keys):
         configs = candidates(key.op, arch=key.arch, dtype=getattr(torch, key.dtype), width=key.sizes[0])
 
-        def timed(config: Config, op: str = key.op) -> float:
+        def with_config(run: Callable[[], Any], config: Config, *, op: str = key.op) -> Any:
             with forcing({op: config}):
-                return measure()
+                return run()
 
-        results = search(configs, timed, rounds=rounds)
+        results = search(configs, partial(with_config, measure), check=partial(with_config, check), rounds=rounds)
         of_default = [one.seconds for one in results if one.config == configs[0]]
         tuning_cache.write(key, asdict(results[0].config), seconds=results[0].seconds)
         yield Winner(

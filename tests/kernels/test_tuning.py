@@ -136,6 +136,45 @@ def test_the_formula_is_what_the_compiler_takes(tmp_path: Path) -> None:
         assert 0.96 * int(formula) <= int(shared) <= int(formula), (arch, op, shared, formula)
 
 
+KNOBS = """
+import dataclasses, torch, triton
+from xmoe.kernels import triton_kernels as kernels
+from xmoe.kernels.compile import compile_launch
+from xmoe.kernels.launch import _variant, compiler_knobs, recording
+from xmoe.kernels.ragged import TileSchedule
+
+integers = torch.empty(9, dtype=torch.int32, device="meta")
+schedule = TileSchedule(offsets_e1=integers, tile_expert=integers, tile_row=integers, num_tiles=integers,
+                        max_tiles=9, num_rows=512, block_m=128)
+rows = torch.empty(512, 256, dtype=torch.bfloat16, device="meta")
+with recording("gfx90a") as calls:
+    kernels.grouped_wgrad(rows, rows, schedule)
+plain = calls[0]
+turned = dataclasses.replace(plain, config=dataclasses.replace(plain.config, knobs={"use_in_thread_transpose": True}))
+permutes = [compile_launch(call, "gfx90a").assembly.count("v_perm_b32") for call in (plain, turned)]
+assert triton.knobs.amd.use_in_thread_transpose is None
+kernel, knobs = plain.kernel, frozenset(turned.config.knobs.items())
+assert _variant(kernel, knobs) is _variant(kernel, knobs)
+assert _variant(kernel, knobs).device_caches is not kernel.device_caches
+assert _variant(kernel, knobs).cache_key == kernel.cache_key
+try:
+    with compiler_knobs(dataclasses.replace(plain.config, knobs={"no_such_knob": True})):
+        pass
+except ValueError as error:
+    assert "no_such_knob" in str(error)
+else:
+    raise AssertionError("an unknown knob was taken")
+print(compile_launch(plain, "gfx90a").assembly.count("v_perm_b32") == permutes[0], permutes[0] != permutes[1])
+"""
+
+
+@pytest.mark.slow
+def test_knobs_reach_the_compiler_for_their_configuration_alone(tmp_path: Path) -> None:
+    environment = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", KNOBS], capture_output=True, text=True, env=environment)
+    assert (result.returncode, result.stdout) == (0, "True True\n"), result.stderr
+
+
 # Search
 
 
@@ -145,34 +184,33 @@ def config(block: int) -> Config:
 
 def test_the_fastest_median_wins_and_runs_are_interleaved() -> None:
     order: list[int] = []
-    # The first is slower in the median, though it has the fastest run; the first call of each compiles.
-    times = {1: iter([9.0, 0.1, 3.0, 3.0]), 2: iter([9.0, 2.0, 2.0, 8.0])}
+    # The first is slower in the median, though it has the fastest run.
+    times = {1: iter([0.1, 3.0, 3.0]), 2: iter([2.0, 2.0, 8.0])}
 
     def measure(tried: Config) -> float:
         order.append(tried.blocks["BLOCK"])
         return next(times[tried.blocks["BLOCK"]])
 
-    found = search([config(1), config(2)], measure, rounds=3)
+    found = search([config(1), config(2)], measure, check=lambda tried: order.append(-tried.blocks["BLOCK"]), rounds=3)
     assert [one.config.blocks["BLOCK"] for one in found] == [2, 1]
     assert [one.seconds for one in found] == [2.0, 3.0]
-    assert order == [1, 2] * 4
+    assert order == [-1, -2] + [1, 2] * 3
 
 
 def test_a_configuration_that_fails_is_skipped_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    def measure(tried: Config) -> float:
+    def check(tried: Config) -> None:
         if tried.blocks["BLOCK"] == 64:
             raise RuntimeError("out of resource: shared memory\nand much more text")
-        return 1.0
 
     with caplog.at_level(logging.WARNING):
-        found = search([config(32), config(64)], measure, rounds=1)
+        found = search([config(32), config(64)], lambda tried: 1.0, check=check, rounds=1)
     assert [one.config for one in found] == [config(32)]
     assert len(caplog.records) == 1
     assert "'BLOCK': 64" in caplog.text
     assert "out of resource: shared memory" in caplog.text
     assert "much more" not in caplog.text
     with pytest.raises(ValueError, match="no configuration runs"):
-        search([config(64)], measure)
+        search([config(64)], lambda tried: 1.0, check=check)
 
 
 def test_a_winner_is_found_by_every_batch_of_its_bucket_and_by_no_other() -> None:
@@ -183,7 +221,7 @@ def test_a_winner_is_found_by_every_batch_of_its_bucket_and_by_no_other() -> Non
         forced.append(wgrad())
         return 1.0 if forced[-1] == wanted else 2.0
 
-    (winner,) = tune([key_of(), key_of()], measure, rounds=1)
+    (winner,) = tune([key_of(), key_of()], measure, check=lambda: None, rounds=1)
     assert winner.found.config == wanted
     assert winner.default_seconds == 2.0
     assert len(set(map(repr, forced))) == winner.num_candidates > 20
@@ -194,6 +232,24 @@ def test_a_winner_is_found_by_every_batch_of_its_bucket_and_by_no_other() -> Non
     assert wgrad(rows=512) == default
     assert config_for("grouped_wgrad", arch="gfx90a", dtype=torch.float16, rows=1000, sizes=(8, 64, 32)) == default
     assert config_for("grouped_wgrad", arch="gfx90a", dtype=BF16, rows=1000, sizes=(8, 64, 33)) == default
+
+
+def test_a_fast_configuration_with_a_wrong_result_does_not_win(caplog: pytest.LogCaptureFixture) -> None:
+    wrong = next(c for c in candidates("gathered_wgrad", arch="gfx90a", dtype=BF16) if c.knobs)
+
+    def is_wrong() -> bool:
+        return config_for("gathered_wgrad", arch="gfx90a", dtype=BF16) == wrong
+
+    def check() -> None:
+        if is_wrong():
+            raise RuntimeError("result 0 of 1 is not that of the PyTorch twin")
+
+    with asking() as keys:
+        is_wrong()
+    (winner,) = tune(keys, lambda: 1.0 if is_wrong() else 2.0, check=check, rounds=1)
+    assert winner.found.seconds == 2.0
+    assert winner.found.config != wrong
+    assert "use_in_thread_transpose" in caplog.text
 
 
 def test_recorded_launches_and_the_interpreter_never_take_a_winner() -> None:
