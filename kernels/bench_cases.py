@@ -124,10 +124,10 @@ class Problem:
             self._schedules[block_m] = found
         return self._schedules[block_m]
 
-    def tiles_of(self, op: str, *, width: int, inner: int) -> TileSchedule:
+    def tiles_of(self, op: str, *, width: int, inner: int, matrices: int = 1) -> TileSchedule:
         """The schedule of the tile height that ``op`` is configured for just now."""
         sizes = dict(num_experts=self.shape.num_experts, num_rows=self.num_rows, width=width, inner=inner)
-        return self.schedule(tile_height(op, self.x_TD, **sizes))
+        return self.schedule(tile_height(op, self.x_TD, **sizes, matrices=matrices))
 
     def case(self, kernel: str, run: Callable[[], Any], reference: Callable[[], Any], **more: Any) -> Case:
         more = {"dtype": self.dtype, "baseline": reference, **more}
@@ -240,7 +240,7 @@ def _forward_activated(p: Problem) -> Case:
     matrices = _stacked(p.up_eFD), _stacked(p.gate_eFD)
 
     def call(side: Any) -> Any:
-        schedule = p.tiles_of("grouped_forward_activated", **sizes)
+        schedule = p.tiles_of("grouped_forward_activated", **sizes, matrices=2)
         more = dict(row_ids_M=p.row_ids_M, weights_M=p.weights_M, activation="swiglu")
         return side.grouped_forward_activated(p.x_TD, *matrices, schedule, **more)
 

@@ -113,12 +113,13 @@ class Inputs:
     def down(self) -> Stacked:
         return self.stacked(self.shape.width, self.shape.expert_width)
 
-    def schedule(self, op: str, *, width: int = 0, inner: int = 0) -> TileSchedule:
+    def schedule(self, op: str, *, width: int = 0, inner: int = 0, matrices: int = 1) -> TileSchedule:
         """Rows cut as grouped GEMM ``op`` takes them."""
         experts, rows = self.shape.experts, self.assignments
         block_m = 1
         if width:
-            block_m = tile_height(op, self.x_TD(), num_experts=experts, num_rows=rows, width=width, inner=inner)
+            sizes = dict(num_experts=experts, num_rows=rows, width=width, inner=inner, matrices=matrices)
+            block_m = tile_height(op, self.x_TD(), **sizes)
         max_tiles = rows // block_m + experts
         return TileSchedule(
             offsets_e1=self.integers(experts + 1),
@@ -212,7 +213,7 @@ def _forward_activated(given: Inputs, activation: Activation, *, bias: bool) -> 
         given.x_TD(),
         given.up(),
         given.up() if gated else None,
-        given.schedule("grouped_forward_activated", width=width, inner=given.shape.width),
+        given.schedule("grouped_forward_activated", width=width, inner=given.shape.width, matrices=1 + gated),
         row_ids_M=given.row_ids_M(),
         weights_M=given.weights_M(),
         activation=activation,

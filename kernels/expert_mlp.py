@@ -46,7 +46,7 @@ def expert_mlp_forward(
         x_RD,
         up,
         _stacked(experts.gate),
-        schedules.of("grouped_forward_activated", up.first.shape),
+        schedules.of("grouped_forward_activated", up.first.shape, matrices=2 if experts.gate else 1),
         row_ids_M=row_ids_M,
         weights_M=weights_M,
         activation=activation,
@@ -133,10 +133,11 @@ class _Schedules:
     like: Tensor
     found: dict[int, TileSchedule] = field(default_factory=dict)
 
-    def of(self, op: str, sizes: Sequence[int]) -> TileSchedule:
+    def of(self, op: str, sizes: Sequence[int], *, matrices: int = 1) -> TileSchedule:
         """The schedule for grouped GEMM ``op`` of these ``sizes``: the width of its result and of its sums."""
-        num_experts, (width, inner) = self.counts_e.numel(), sizes
-        block_m = tile_height(op, self.like, num_experts=num_experts, num_rows=self.num_rows, width=width, inner=inner)
+        (width, inner), num_experts = sizes, self.counts_e.numel()
+        given = dict(num_experts=num_experts, num_rows=self.num_rows, width=width, inner=inner, matrices=matrices)
+        block_m = tile_height(op, self.like, **given)
         if block_m not in self.found:
             self.found[block_m] = tile_schedule(self.counts_e, block_m=block_m, num_rows=self.num_rows)
         return self.found[block_m]

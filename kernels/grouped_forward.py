@@ -227,7 +227,7 @@ def grouped_forward_activated(
     hidden_MF, up_MF = (x_RD.new_empty((schedule.num_rows, width)) for _ in range(2))
     gate_MF = torch.empty_like(up_MF) if gate is not None else None
     num_weights = 1 if gate is None else 2
-    run = Persistent.of("grouped_forward_activated", x_RD, schedule, width=width, inner=inner)
+    run = Persistent.of("grouped_forward_activated", x_RD, schedule, width=width, inner=inner, matrices=num_weights)
     read = run.product_bytes(rows=1, weights=num_weights, gathered=True)
     read += 4 * run.column_tiles * schedule.num_rows
     read += ((up_bias is not None) + (gate_bias is not None)) * run.row_tiles * width * x_RD.element_size()

@@ -15,6 +15,8 @@ from .launch import arch_of
 from .ragged import TileSchedule
 from .tuning import Config, compute_units, config_for
 
+_WARPS_PER_UNIT = 16
+
 
 @triton.jit
 def tile_at(index, num_row_tiles, num_column_tiles, GROUP_M: tl.constexpr, NUM_XCD: tl.constexpr):
@@ -122,14 +124,20 @@ def multiply(a, w, g, inner, w_step, acc, acc_g, HAS_TAIL: tl.constexpr, ADVANCE
     return acc, acc_g
 
 
-def _config(op: str, rows: Tensor, *, num_experts: int, num_rows: int, sizes: tuple[int, int]) -> Config:
-    return config_for(op, arch=arch_of(rows), dtype=rows.dtype, rows=num_rows, sizes=(num_experts, *sizes))
+def _config(op: str, rows: Tensor, *, num_experts: int, num_rows: int, width: int, inner: int, matrices: int) -> Config:
+    sizes = (num_experts, width, inner)
+    return config_for(op, arch=arch_of(rows), dtype=rows.dtype, width=matrices, rows=num_rows, sizes=sizes)
 
 
-def tile_height(op: str, rows: Tensor, *, num_experts: int, num_rows: int, width: int, inner: int) -> int:
-    """The ``block_m`` of the schedule that grouped GEMM ``op`` of these sizes is configured for."""
-    config = _config(op, rows, num_experts=num_experts, num_rows=num_rows, sizes=(width, inner))
-    return config.blocks["BLOCK_M"]
+def tile_height(
+    op: str, rows: Tensor, *, num_experts: int, num_rows: int, width: int, inner: int, matrices: int = 1
+) -> int:
+    """The ``block_m`` of the schedule that grouped GEMM ``op`` of these sizes is configured for.
+
+    ``matrices``  those of each expert that a program multiplies by at once: 2 for swiglu's first GEMM
+    """
+    sizes = dict(num_experts=num_experts, num_rows=num_rows, width=width, inner=inner)
+    return _config(op, rows, matrices=matrices, **sizes).blocks["BLOCK_M"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,10 +159,13 @@ class Persistent:
     units: int
 
     @classmethod
-    def of(cls, op: str, rows: Tensor, schedule: TileSchedule, *, width: int, inner: int) -> Persistent:
-        """The launch of kernel ``op`` on ``rows``."""
+    def of(
+        cls, op: str, rows: Tensor, schedule: TileSchedule, *, width: int, inner: int, matrices: int = 1
+    ) -> Persistent:
+        """The launch of kernel ``op`` on ``rows``; for ``matrices`` see :func:`tile_height`."""
         arch = arch_of(rows)
-        found = _config(op, rows, num_experts=schedule.num_experts, num_rows=schedule.num_rows, sizes=(width, inner))
+        sizes = dict(num_experts=schedule.num_experts, num_rows=schedule.num_rows, width=width, inner=inner)
+        found = _config(op, rows, matrices=matrices, **sizes)
         config = replace(found, blocks={**found.blocks, "BLOCK_M": schedule.block_m})
         units = compute_units(arch)
         if rows.device.type == "cuda":
@@ -172,11 +183,13 @@ class Persistent:
 
     @property
     def programs(self) -> int:
-        """As many as run at once, or one a tile where tiles are fewer.
+        """Those that fill the device, or one a tile where tiles are fewer.
 
-        A compute unit runs eight warps: two on each of its four SIMDs, which every configuration reaches.
+        Sixteen warps a compute unit, four on each of its SIMDs: what the leanest configurations reach. Programs of
+        others wait for a place, which costs less than places left empty. A multiple of the dies on every chip that
+        has several, so that a program's tiles stay on one.
         """
-        return min(self.row_tiles * self.column_tiles, self.units * max(1, 8 // self.config.num_warps))
+        return min(self.row_tiles * self.column_tiles, self.units * max(1, _WARPS_PER_UNIT // self.config.num_warps))
 
     def arguments(self) -> dict[str, Any]:
         """The kernel's arguments that say which rows are whose, and the sizes."""

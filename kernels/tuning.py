@@ -60,7 +60,7 @@ def config_for(
 ) -> Config:
     """The configuration of kernel ``op``: one forced by :func:`forcing`, else the search's winner, else the default.
 
-    ``width``  the row width, or the number of experts, that one program spans
+    ``width``  the row width, or the number of experts or of one expert's matrices, that one program spans
     ``rows``   a number that changes from batch to batch, for the winner's bucket; ``sizes`` those that stay
 
     Nothing is timed here: winners are those that ``xmoe kernels tune`` left on disk for this very chip.
@@ -246,8 +246,8 @@ def _gate_sums(arch: str, dtype: torch.dtype, width: int) -> Config:
     return Config(blocks={"BLOCK_P": 16, "BLOCK_E": 64 if is_amd(arch) else 32}, num_warps=4)
 
 
-def _gemm(arch: str, dtype: torch.dtype, op: str) -> Config:
-    """Grouped GEMMs along rows."""
+def _gemm(arch: str, dtype: torch.dtype, op: str, matrices: int) -> Config:
+    """Grouped GEMMs along rows, by the number of matrices that a program multiplies by at once."""
     order = {"GROUP_M": 8, "NUM_XCD": _DIES.get(arch, 1), "ADVANCE": 0}
     if arch == INTERPRETER:
         order |= {"GROUP_M": 2, "NUM_XCD": 2}
@@ -257,13 +257,16 @@ def _gemm(arch: str, dtype: torch.dtype, op: str) -> Config:
         if is_amd(arch) and "dgrad" in op:
             block_k, num_warps = 32, 8  # half the masks a lane: they are scalar registers, which spill
     elif not is_amd(arch):
-        # Two accumulators, or the activation's backward, of 128 columns spill.
-        block_m, block_n, block_k, num_warps = 128, 64 if "activated" in op else 128, 64, 8
+        # Two sums, or the activation's backward, of 128 columns spill.
+        wide = matrices == 1 and op != "grouped_dgrad_activated"
+        block_m, block_n, block_k, num_warps = 128, 128 if wide else 64, 64, 8
+    elif arch == "gfx950":
+        # Steps as long as LDS and registers allow: MFMAs are fast here, and addresses cost the same at any length.
+        block_m, block_n, block_k, num_warps = 128, 128, 64, 4
+        if "activated" in op:
+            block_k, num_warps = 128 // matrices, 8
     else:
         block_m, block_n, block_k, num_warps = 128, 128, 32 if "forward" in op else 64, 8
-        if arch == "gfx950":
-            block_k = 128 if op == "grouped_dgrad_activated" else 64
-            num_warps = 8 if "activated" in op else 4
     # Copies from memory to LDS take addresses from vector registers alone: a scalar is no cheaper than to advance.
     # Of float32 they are four bytes wide, so that there loads go through registers.
     copies = arch == "gfx950" and dtype.itemsize == 2
@@ -279,19 +282,19 @@ def _gemm(arch: str, dtype: torch.dtype, op: str) -> Config:
 
 
 def _forward(arch: str, dtype: torch.dtype, width: int) -> Config:
-    return _gemm(arch, dtype, "grouped_forward")
+    return _gemm(arch, dtype, "grouped_forward", 1)
 
 
 def _forward_activated(arch: str, dtype: torch.dtype, width: int) -> Config:
-    return _gemm(arch, dtype, "grouped_forward_activated")
+    return _gemm(arch, dtype, "grouped_forward_activated", max(width, 1))
 
 
 def _dgrad(arch: str, dtype: torch.dtype, width: int) -> Config:
-    return _gemm(arch, dtype, "grouped_dgrad")
+    return _gemm(arch, dtype, "grouped_dgrad", 1)
 
 
 def _dgrad_activated(arch: str, dtype: torch.dtype, width: int) -> Config:
-    return _gemm(arch, dtype, "grouped_dgrad_activated")
+    return _gemm(arch, dtype, "grouped_dgrad_activated", 1)
 
 
 _ROW_OPS = {
