@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -129,22 +129,30 @@ def find_tasks(
 
 def run(wanted: Sequence[Task], *, jobs: int) -> Iterator[tuple[Task, list[Row]]]:
     """Rows of every task as they are done. One whose compiler ends its process gives a row that says so."""
+    for task, rows, died in over_processes(run_task, wanted, jobs=jobs):
+        yield task, [_failed(task, "the compiler ended its process")] if died else rows
+
+
+def over_processes(
+    function: Callable[[Any], Any], items: Sequence[Any], *, jobs: int
+) -> Iterator[tuple[Any, Any, bool]]:
+    """``item, function(item), False`` of every item, as they are done; ``item, None, True`` where a process ended."""
     context = multiprocessing.get_context("spawn")
     lost = []
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        waiting = {pool.submit(run_task, task): task for task in wanted}
+        waiting = {pool.submit(function, item): item for item in items}
         for done in as_completed(waiting):
             try:
-                yield waiting[done], done.result()
+                yield waiting[done], done.result(), False
             except BrokenProcessPool:
                 lost.append(waiting[done])
-    # One dead worker breaks the pool for all that waited: each of them gets a pool of its own.
-    for task in lost:
+    # A dead worker breaks the pool for all that waited: each of them gets a pool of its own.
+    for item in lost:
         with ProcessPoolExecutor(1, mp_context=context) as pool:
             try:
-                yield task, pool.submit(run_task, task).result()
+                yield item, pool.submit(function, item).result(), False
             except BrokenProcessPool:
-                yield task, [_failed(task, "the compiler ended its process")]
+                yield item, None, True
 
 
 def run_task(task: Task) -> list[Row]:
