@@ -22,6 +22,7 @@ from .gating_tiles import (
     TAKEN,
     Programs,
     check_logits,
+    gate_config,
     load_logits,
     load_used,
     mask_bytes,
@@ -273,9 +274,7 @@ def gate_forward(
     num_tokens, num_experts = logits_TE.shape
     given = ids_TK is not None
     columns = _columns(num_experts, rule, given=given)
-    # Columns between groups make a tile dearer: as if it were twice as wide.
-    width = columns["WIDTH"] * (1 + columns["PADDED"])
-    config = config_for("gate_forward", arch=arch_of(logits_TE), dtype=logits_TE.dtype, width=width)
+    config = gate_config("gate_forward", logits_TE, columns=columns["WIDTH"], padded=columns["PADDED"])
     programs = Programs.of(num_tokens, num_parts, config)
     ids = (
         logits_TE.new_empty((num_tokens, rule.top_k), dtype=torch.int32)

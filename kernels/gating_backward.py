@@ -7,10 +7,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gating_tiles import EPS, Programs, check_logits, load_logits, load_used, mask_bytes, program_tokens, softmax_parts
-from .launch import Cost, Launch, arch_of, launch
+from .gating_tiles import (
+    EPS,
+    Programs,
+    check_logits,
+    gate_config,
+    load_logits,
+    load_used,
+    mask_bytes,
+    program_tokens,
+    softmax_parts,
+)
+from .launch import Cost, Launch, launch
 from .reference_gating import GateRule, check_gate
-from .tuning import config_for
 
 
 @triton.jit
@@ -105,7 +114,7 @@ def gate_backward(
     logits_TE = check_logits(logits_TE)
     num_tokens, num_experts = logits_TE.shape
     width = triton.next_power_of_2(num_experts)
-    config = config_for("gate_backward", arch=arch_of(logits_TE), dtype=logits_TE.dtype, width=width)
+    config = gate_config("gate_backward", logits_TE, columns=width)
     programs = Programs.of(num_tokens, num_parts, config)
     grad_TE = torch.empty_like(logits_TE)
     mask, slots = mask_bytes(used_T), num_tokens * rule.top_k

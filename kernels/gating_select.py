@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gating_tiles import BARRED, check_logits, load_logits, rank_of, take_best
-from .launch import Cost, Launch, arch_of, launch
-from .tuning import config_for
+from .gating_tiles import BARRED, check_logits, gate_config, load_logits, rank_of, take_best
+from .launch import Cost, Launch, launch
 
 
 @triton.jit
@@ -55,7 +54,7 @@ def top_k_ids(scores_TE: Tensor, top_k: int) -> Tensor:
         raise ValueError(f"top_k ({top_k}) must be in 1..{num_experts}, the number of experts")
     ids_TK = scores_TE.new_empty((num_tokens, top_k), dtype=torch.int64)
     width = triton.next_power_of_2(num_experts)
-    config = config_for("top_k_ids", arch=arch_of(scores_TE), dtype=scores_TE.dtype, width=width)
+    config = gate_config("top_k_ids", scores_TE, columns=width)
     launch(
         Launch(
             op="top_k_ids",

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tuning import Config
+from .launch import arch_of
+from .tuning import Config, config_for
 
 EPS = tl.constexpr(2.0**-23)
 # Ranks below those of every number: of what is chosen already, and of what must not be.
@@ -101,6 +102,15 @@ class Programs:
         part, block = num_tokens // max(num_parts, 1), config.blocks["BLOCK_T"]
         each = triton.cdiv(part, block * config.blocks["TILES"])
         return cls(part_tokens=part, each=each, total=num_parts * each, tiles=num_parts * triton.cdiv(part, block))
+
+
+def gate_config(op: str, logits_TE: Tensor, *, columns: int, padded: bool = False) -> Config:
+    """The configuration for tiles of ``columns``: half as many tokens where each number has an address of its own.
+
+    That is where rows start off multiples of 16, and where groups are padded: addresses take registers, too.
+    """
+    apart = padded or logits_TE.shape[1] % 16 != 0
+    return config_for(op, arch=arch_of(logits_TE), dtype=logits_TE.dtype, width=columns * (1 + apart))
 
 
 def check_logits(logits_TE: Tensor) -> Tensor:

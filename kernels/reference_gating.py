@@ -67,12 +67,24 @@ def top_k_ids(scores_TE: Tensor, top_k: int) -> Tensor:
 
     Example: scores [[1, 3, 3, 0]], K=2 gives [[1, 2]].
     """
+    if scores_TE.is_cpu and top_k > 4:
+        # One partial sort is then faster than a pass for each choice. Where neighbours among the K + 1 best are in
+        # no order (equal, or not numbers), their row is done again.
+        best, ids = scores_TE.topk(min(top_k + 1, scores_TE.shape[1]), dim=1)
+        tied = (~(best[:, 1:] < best[:, :-1]).all(dim=1)).nonzero().squeeze(1)
+        ids[tied, :top_k] = _best_by_passes(scores_TE[tied], top_k)
+        return ids[:, :top_k].contiguous()
+    return _best_by_passes(scores_TE, top_k)
+
+
+def _best_by_passes(scores_TE: Tensor, top_k: int) -> Tensor:
     remaining = scores_TE.clone()
     ids_TK = scores_TE.new_empty((scores_TE.shape[0], top_k), dtype=torch.int64)
     for choice in range(top_k):
         best_T1 = remaining.argmax(dim=1, keepdim=True)
         ids_TK[:, choice : choice + 1] = best_T1
-        remaining.scatter_(1, best_T1, float("-inf"))
+        if choice + 1 < top_k:
+            remaining.scatter_(1, best_T1, float("-inf"))
     return ids_TK
 
 
@@ -150,7 +162,7 @@ def gate_forward(
     bins = torch.where(ids_TK < 0, num_experts, ids_TK).long().view(num_parts, part * rule.top_k)
     counts = bins.new_zeros(num_parts, num_experts + 1).scatter_add_(1, bins, torch.ones_like(bins))
     factor_T = _share_factor(scores_TE, rule, used_T)
-    z_T = logits_TE.logsumexp(1).square() if rule.z_sums else logits_TE.new_zeros(num_tokens)
+    z_T = _softmax_and_lse(logits_TE, scores_TE, rule)[1].square() if rule.z_sums else logits_TE.new_zeros(num_tokens)
     if used_T is not None:
         z_T = z_T * used_T
     return Gating(
@@ -198,15 +210,20 @@ def gate_backward(
     grad_TE.scatter_add_(1, ids_TK.clamp(min=0).long(), grad_raw_TK)
     grad_TE = _scores_backward(grad_TE, scores_TE, rule)
     if rule.z_sums:
-        slope_T = 2 * logits_TE.logsumexp(dim=1).view(num_parts, part) * grad_z_sums_B[:, None]
-        slope_T = slope_T.view(-1) if used_T is None else slope_T.view(-1) * used_T
-        softmax_TE = scores_TE if rule.score_function == "softmax" else logits_TE.softmax(dim=1)
-        grad_TE = torch.addcmul(grad_TE, softmax_TE, slope_T[:, None])
+        softmax_TE, lse_T = _softmax_and_lse(logits_TE, scores_TE, rule)
+        slope_T = (2 * lse_T.view(num_parts, part) * grad_z_sums_B[:, None]).view(-1)
+        grad_TE = torch.addcmul(grad_TE, softmax_TE, (slope_T if used_T is None else slope_T * used_T)[:, None])
     return grad_TE
 
 
 def _scores(logits_TE: Tensor, rule: GateRule) -> Tensor:
     return torch.softmax(logits_TE, dim=1) if rule.score_function == "softmax" else torch.sigmoid(logits_TE)
+
+
+def _softmax_and_lse(logits_TE: Tensor, scores_TE: Tensor, rule: GateRule) -> tuple[Tensor, Tensor]:
+    """The largest softmax is ``exp(largest logit - lse)``, so that no second pass of exponentials is needed."""
+    softmax_TE = scores_TE if rule.score_function == "softmax" else torch.softmax(logits_TE, dim=1)
+    return softmax_TE, logits_TE.amax(dim=1) - softmax_TE.amax(dim=1).log()
 
 
 def _scores_backward(grad_TE: Tensor, scores_TE: Tensor, rule: GateRule) -> Tensor:

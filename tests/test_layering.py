@@ -38,7 +38,8 @@ def row(third: str = "", own: str = "", lazy: str = "") -> Row:
 
 
 LAYER_BASE = (
-    "config topology layout placement cost kernels types groups replay ops balance router permute experts dispatch"
+    "config topology layout placement cost kernels types groups replay ops balance router_settings router permute "
+    "experts dispatch"
 )
 
 TABLE: dict[str, Row] = {
@@ -62,7 +63,8 @@ TABLE: dict[str, Row] = {
     "xmoe.groups": row("torch", "config layout"),
     "xmoe.ops": row("torch", "kernels"),
     "xmoe.balance": row("torch", "kernels ops"),
-    "xmoe.router": row("torch", "types kernels ops config replay balance"),
+    "xmoe.router_settings": row("torch", "kernels config balance"),
+    "xmoe.router": row("torch", "types kernels ops replay balance router_settings"),
     "xmoe.permute": row("torch", "types kernels ops config"),
     "xmoe.experts": row("torch", "types kernels ops config"),
     "xmoe.dispatch": row("torch", "types ops groups placement topology cost config replay"),

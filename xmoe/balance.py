@@ -25,8 +25,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .kernels import reference
-
 AuxLossScope = Literal["micro_batch", "sequence", "global_batch"]
 
 
@@ -42,36 +40,30 @@ class BalanceLoads:
     divisors_B: Tensor
 
 
-def balancing_loss(shares_TE: Tensor, counted_T: Tensor, loads: BalanceLoads) -> Tensor:
-    """``sum over b, e of loads[b, e] * (sum over tokens t of part b of counted[t] * shares[t, e]) / divisors[b]``.
+def balancing_loss(share_sums_BE: Tensor, loads: BalanceLoads) -> Tensor:
+    """``sum over b, e of loads[b, e] * share_sums[b, e] / divisors[b]``, a scalar with gradient to the shares.
 
-    A scalar with gradient to the shares; without tokens it is 0 and connected to the graph.
+    ``share_sums_BE`` are summed over the counted tokens of each part. Without tokens the loss is 0 and connected to
+    the graph.
     """
-    num_parts, num_experts = loads.loads_BE.shape
-    part = shares_TE.shape[0] // max(num_parts, 1)
-    shares_BSE = shares_TE.view(num_parts, part, num_experts)
-    sums_BE = (counted_T.reshape(num_parts, 1, part) @ shares_BSE).squeeze(1)
-    return (loads.loads_BE * (sums_BE / loads.divisors_B[:, None])).sum()
+    return (loads.loads_BE * (share_sums_BE / loads.divisors_B[:, None])).sum()
 
 
-def loads_of_parts(ids_TK: Tensor, counted_T: Tensor, *, num_parts: int, num_experts: int) -> BalanceLoads:
-    """Loads of equal parts of consecutive tokens. Ids of -1 are not counted, nor are uncounted tokens' in the mean."""
-    part_T1 = torch.arange(ids_TK.shape[0], device=ids_TK.device)[:, None] // max(
-        ids_TK.shape[0] // max(num_parts, 1), 1
+def loads_of_parts(counts_BE: Tensor, tokens_B: Tensor) -> BalanceLoads:
+    """Loads of each part by itself: its selections ``counts_BE``, its number of counted tokens ``tokens_B``."""
+    tokens_B = tokens_B.clamp(min=1)
+    return BalanceLoads(
+        loads_BE=counts_BE.to(tokens_B.dtype) / tokens_B[:, None], divisors_B=tokens_B * tokens_B.numel()
     )
-    part_ids_TK = torch.where(ids_TK < 0, -1, ids_TK + part_T1 * num_experts)
-    counts_BE = reference.count_ids(part_ids_TK, num_parts * num_experts).view(num_parts, num_experts)
-    tokens_B = counted_T.reshape(num_parts, ids_TK.shape[0] // max(num_parts, 1)).sum(dim=1).clamp(min=1)
-    return BalanceLoads(loads_BE=counts_BE.to(tokens_B.dtype) / tokens_B[:, None], divisors_B=tokens_B * num_parts)
 
 
-def loads_of_step(step_counts_E: Tensor, counted_T: Tensor, *, top_k: int) -> BalanceLoads:
+def loads_of_step(step_counts_E: Tensor, tokens_B: Tensor, *, top_k: int) -> BalanceLoads:
     """Loads from the selections of one whole optimizer step; even ones, K / E, where there are none yet.
 
     ``step_counts_E`` are those of all ranks, int64. Every counted token made K selections.
     """
-    counts_E = step_counts_E.to(counted_T.dtype)
+    counts_E = step_counts_E.to(tokens_B.dtype)
     total = counts_E.sum()
     even_E = torch.full_like(counts_E, 1.0 / counts_E.numel())
     loads_E = top_k * torch.where(total > 0, counts_E / total.clamp(min=1), even_E)
-    return BalanceLoads(loads_BE=loads_E[None], divisors_B=counted_T.sum().clamp(min=1)[None])
+    return BalanceLoads(loads_BE=loads_E[None], divisors_B=tokens_B.sum().clamp(min=1)[None])

@@ -12,73 +12,21 @@ DeepSpeed's ``top1gating``, ``top2gating`` and ``topkgating``, or of another sco
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .balance import AuxLossScope, BalanceLoads, balancing_loss, loads_of_parts, loads_of_step
-from .config import ConfigError
-from .kernels import reference
-from .ops.routing import router_logits, top_k_weights
+from .balance import BalanceLoads, balancing_loss, loads_of_parts, loads_of_step
+from .kernels.reference import GateRule, Gating, accumulator_dtype
+from .ops._backend import kernels_for
+from .ops.routing import gate_tokens, router_logits
 from .replay import Decisions, fresh_decisions
+from .router_settings import RouterSettings, check_settings
 from .types import Routing
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouterSettings:
-    """How one router routes. ``normalize_weights`` and ``drop_policy`` None mean DeepSpeed's rule for this k.
-
-    ``strict_compat`` reproduces DeepSpeed's random draws and faults: second-expert sampling and random token
-    selection in evaluation too, and a padding mask only at k = 1.
-    """
-
-    top_k: int
-    capacity_factor: float = 1.0
-    eval_capacity_factor: float = 1.0
-    min_capacity: int = 4
-    drop_tokens: bool = True
-    drop_policy: Literal["probs", "position", "random"] | None = None
-    random_token_selection: bool = True
-    sample_second_expert: bool = True
-    noisy_logits: bool = False
-    input_jitter: float = 0.0
-    score_function: Literal["softmax", "sigmoid"] = "softmax"
-    normalize_weights: bool | None = None
-    num_expert_groups: int | None = None
-    num_limited_groups: int | None = None
-    group_score: Literal["top2_sum", "max"] = "top2_sum"
-    routed_scaling_factor: float = 1.0
-    aux_loss_coefficient: float = 1.0
-    aux_loss_scope: AuxLossScope = "micro_batch"
-    z_loss_coefficient: float = 0.0
-    correction_bias_update_rate: float = 1e-3
-    force_balance: bool = False
-    strict_compat: bool = False
-
-    @property
-    def normalizes(self) -> bool:
-        return self.top_k > 1 if self.normalize_weights is None else self.normalize_weights
-
-    @property
-    def drops_by(self) -> Literal["probs", "position", "random"]:
-        if self.drop_policy is not None:
-            return self.drop_policy
-        if self.top_k == 1:
-            return "random" if self.random_token_selection else "position"
-        return "position" if self.top_k == 2 else "probs"
-
-    def capacity(self, num_tokens: int, num_experts: int, *, training: bool) -> int:
-        """Assignments an expert accepts from this rank: ``max(min_capacity, ceil(T / E * factor * k))``.
-
-        In float32, as DeepSpeed computes it: at exact multiples the rounding decides.
-        """
-        factor = self.capacity_factor if training else self.eval_capacity_factor
-        scaled = (num_tokens / num_experts) * torch.tensor(factor * self.top_k, dtype=torch.float32)
-        return max(math.ceil(scaled.item()), self.min_capacity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +61,7 @@ class TopKRouter(nn.Module):
         self, hidden_size: int, num_experts: int, *, settings: RouterSettings, correction_bias: bool = False
     ) -> None:
         nn.Module.__init__(self)
-        _check(settings, num_experts)
+        check_settings(settings, num_experts)
         self.num_experts = num_experts
         self.wg = nn.Linear(hidden_size, num_experts, bias=False)
         self.register_buffer("correction_bias", torch.zeros(num_experts) if correction_bias else None)
@@ -124,7 +72,7 @@ class TopKRouter(nn.Module):
 
     def configure(self, settings: RouterSettings) -> None:
         """Replaces the settings. Raises ValueError when they do not fit the router."""
-        _check(settings, self.num_experts)
+        check_settings(settings, self.num_experts)
         self.settings = settings
         if settings.aux_loss_scope != "global_batch":
             self.last_step_counts = None
@@ -185,30 +133,35 @@ class TopKRouter(nn.Module):
         settings = self.settings
         # Random draws stand outside of the decision, so that a recompute moves the generator as the forward did.
         if self.training and settings.input_jitter:
-            x_TD = x_TD.to(reference.accumulator_dtype(x_TD.dtype))
+            x_TD = x_TD.to(accumulator_dtype(x_TD.dtype))
             x_TD = x_TD * _uniform(x_TD, 1 - settings.input_jitter, 1 + settings.input_jitter)
         logits_TE = router_logits(x_TD, self.wg.weight)
-        scores_TE = torch.softmax(logits_TE, dim=1) if settings.score_function == "softmax" else logits_TE.sigmoid()
-        noise, counted_T = self._draw(logits_TE), self._counted(scores_TE, used_T)
+        noise = self._draw(logits_TE)
+        counted_T = None if settings.strict_compat else used_T
+        num_parts = num_sequences if settings.aux_loss_scope == "sequence" else 1
+        tokens_B = _tokens(logits_TE, counted_T, num_parts)
+        gate = partial(gate_tokens, logits_TE, used_T=counted_T, num_parts=num_parts)
+
+        def gate_anew(rule: GateRule) -> Gating:
+            return gate(rule, bias_E=self.correction_bias, ids_TK=self._ids_chosen_here(logits_TE, noise, used_T))
+
+        # Where nothing will be dropped, one launch decides, weighs and sums.
+        gating = None if decide.replaying or settings.drop_tokens else gate_anew(settings.gate_rule)
 
         @torch.no_grad()
         def select() -> _Selection:
-            ids_TK = self._choose(scores_TE, logits_TE, noise)
-            if used_T is not None:
-                ids_TK = ids_TK.masked_fill(~used_T[:, None], -1)
-            loads = self._loads(ids_TK, logits_TE, counted_T, num_sequences=num_sequences)
-            return self._select(ids_TK, scores_TE, noise, loads)
+            wanted = gate_anew(settings.scores_rule) if gating is None else gating
+            return self._select(wanted, logits_TE, noise, self._loads(wanted, gate, tokens_B))
 
         selection = decide(select)
-        weights_TK = top_k_weights(
-            scores_TE, selection.ids_TK, normalize=settings.normalizes, scale=settings.routed_scaling_factor
-        )
+        if gating is None:
+            gating = gate(settings.gate_rule, ids_TK=selection.ids_TK)
         return Routing(
             topk_ids_TK=selection.ids_TK,
-            topk_weights_TK=weights_TK,
+            topk_weights_TK=gating.weights_TK,
             selected_per_expert_E=selection.selected_per_expert_E,
             tokens_per_expert_E=selection.tokens_per_expert_E,
-            aux_loss=self._aux_loss(logits_TE, scores_TE, counted_T, selection.balance),
+            aux_loss=self._aux_loss(gating, tokens_B, selection.balance),
         )
 
     def _mask(self, used_token_T: Tensor | None, num_tokens: int) -> Tensor | None:
@@ -235,85 +188,84 @@ class TopKRouter(nn.Module):
             noise.priority_TE = _uniform(logits_TE, 0.0, 1.0)
         return noise
 
-    def _counted(self, scores_TE: Tensor, used_T: Tensor | None) -> Tensor:
-        """1 for each token that counts in the losses' means, 0 for the others; in the scores' dtype."""
-        if used_T is None or self.settings.strict_compat:
-            return scores_TE.new_ones(()).expand(scores_TE.shape[0])
-        return used_T.to(scores_TE.dtype)
-
-    def _loads(self, ids_TK: Tensor, logits_TE: Tensor, counted_T: Tensor, *, num_sequences: int) -> BalanceLoads:
-        """What the load-balancing loss takes as constant. ``ids_TK`` are the selections before any capacity drop."""
-        settings, num_experts = self.settings, self.num_experts
+    def _loads(self, wanted: Gating, gate: Callable[..., Gating], tokens_B: Tensor) -> BalanceLoads:
+        """What the load-balancing loss takes as constant, from the selections before any capacity drop."""
+        settings, counts_BE = self.settings, wanted.counts_BE
         if settings.aux_loss_scope == "sequence":
             if self.correction_bias is not None or settings.num_expert_groups is not None:
                 # DeepSeek-V3, eq. 18: what the scores alone would select.
-                ids_TK = reference.top_k_ids(logits_TE, settings.top_k).masked_fill(ids_TK < 0, -1)
-            return loads_of_parts(ids_TK, counted_T, num_parts=num_sequences, num_experts=num_experts)
-        if self.last_step_counts is not None:
+                counts_BE = gate(replace(settings.scores_rule, num_groups=1, num_limited=1)).counts_BE
+        elif self.last_step_counts is not None:
             if self.steps_end:
-                return loads_of_step(self.last_step_counts, counted_T, top_k=settings.top_k)
+                return loads_of_step(self.last_step_counts, tokens_B, top_k=settings.top_k)
         elif settings.top_k == 2:
-            ids_TK = ids_TK[:, :1]
-        return loads_of_parts(ids_TK, counted_T, num_parts=1, num_experts=num_experts)
+            counts_BE = kernels_for(wanted.weights_TK).count_ids(wanted.ids_TK[:, :1], self.num_experts)[None]
+        return loads_of_parts(counts_BE, tokens_B)
 
-    def _select(self, ids_TK: Tensor, scores_TE: Tensor, noise: _Noise, loads: BalanceLoads) -> _Selection:
-        settings, num_experts = self.settings, self.num_experts
-        selected_E = tokens_E = reference.count_ids(ids_TK, num_experts)
+    def _select(self, wanted: Gating, logits_TE: Tensor, noise: _Noise, loads: BalanceLoads) -> _Selection:
+        """The decision ``wanted``, less the assignments that find their expert's capacity used up."""
+        settings, ids_TK = self.settings, wanted.ids_TK
+        selected_E = tokens_E = wanted.counts_BE.sum(dim=0)
         if settings.drop_tokens and ids_TK.numel():
-            capacity = settings.capacity(ids_TK.shape[0], num_experts, training=self.training)
-            ids_TK = ids_TK.masked_fill(self._places(ids_TK, scores_TE, noise, capacity) >= capacity, -1)
+            capacity = settings.capacity(ids_TK.shape[0], self.num_experts, training=self.training)
+            ids_TK = ids_TK.masked_fill(self._places(wanted, logits_TE, noise, capacity) >= capacity, -1)
             tokens_E = selected_E.clamp(max=capacity)
-        return _Selection(
-            ids_TK=ids_TK.to(torch.int32),
-            selected_per_expert_E=selected_E,
-            tokens_per_expert_E=tokens_E,
-            balance=loads,
-        )
+        return _Selection(ids_TK=ids_TK, selected_per_expert_E=selected_E, tokens_per_expert_E=tokens_E, balance=loads)
 
-    def _choose(self, scores_TE: Tensor, logits_TE: Tensor, noise: _Noise) -> Tensor:
-        """int64 ``[T, K]``: experts of each token, best first."""
-        settings = self.settings
+    @torch.no_grad()
+    def _ids_chosen_here(self, logits_TE: Tensor, noise: _Noise, used_T: Tensor | None) -> Tensor | None:
+        """``[T, K]``, best first, where noise or another rule chooses; None where the gating kernel does."""
+        settings, kernels = self.settings, kernels_for(logits_TE)
         if settings.force_balance:
-            slots = torch.arange(scores_TE.shape[0] * settings.top_k, device=scores_TE.device)
-            return (slots % self.num_experts).view(-1, settings.top_k)
-        if self.correction_bias is not None:
-            scores_TE = ranking_TE = scores_TE + self.correction_bias
+            slots = torch.arange(logits_TE.shape[0] * settings.top_k, device=logits_TE.device)
+            ids_TK = (slots % self.num_experts).view(-1, settings.top_k)
+        elif noise.gumbel_TE is not None:
+            ids_TK = self._choose_with_noise(logits_TE, noise.gumbel_TE)
+        elif settings.strict_compat:
+            bias_E = 0.0 if self.correction_bias is None else self.correction_bias
+            ids_TK = kernels.top_k_ids(self._scores(logits_TE) + bias_E, settings.top_k)
         else:
-            # Logits order experts as scores do, and still where scores round to equal numbers, as 1 or 0.
-            ranking_TE = scores_TE if settings.strict_compat else logits_TE
+            return None
+        return ids_TK if used_T is None else ids_TK.masked_fill(~used_T[:, None], -1)
+
+    def _choose_with_noise(self, logits_TE: Tensor, gumbel_TE: Tensor) -> Tensor:
+        """The first of two experts by its logit, the second (or the only one) by its logit and noise."""
+        settings, kernels = self.settings, kernels_for(logits_TE)
+        # Logits order experts as scores do, and still where scores round to equal numbers, as 1 or 0.
+        ranking_TE = self._scores(logits_TE) if settings.strict_compat else logits_TE
         if settings.num_expert_groups is not None:
-            allowed_TE = self._in_best_groups(scores_TE if settings.group_score == "top2_sum" else ranking_TE)
+            allowed_TE = self._in_best_groups(logits_TE)
             ranking_TE, logits_TE = (x_TE.masked_fill(~allowed_TE, float("-inf")) for x_TE in (ranking_TE, logits_TE))
-        if noise.gumbel_TE is None:
-            return reference.top_k_ids(ranking_TE, settings.top_k)
-        noisy_TE = logits_TE + noise.gumbel_TE
+        noisy_TE = logits_TE + gumbel_TE
         if settings.top_k == 1:
-            return reference.top_k_ids(noisy_TE, 1)
-        first_T1 = reference.top_k_ids(ranking_TE, 1)
-        second_T1 = reference.top_k_ids(noisy_TE.scatter(1, first_T1, float("-inf")), 1)
+            return kernels.top_k_ids(noisy_TE, 1)
+        first_T1 = kernels.top_k_ids(ranking_TE, 1)
+        second_T1 = kernels.top_k_ids(noisy_TE.scatter(1, first_T1, float("-inf")), 1)
         return torch.cat([first_T1, second_T1], dim=1)
 
-    def _in_best_groups(self, scores_TE: Tensor) -> Tensor:
-        settings = self.settings
-        assert settings.num_expert_groups is not None
-        assert settings.num_limited_groups is not None
-        return reference.experts_of_best_groups(
-            scores_TE,
-            num_groups=settings.num_expert_groups,
-            num_limited=settings.num_limited_groups,
-            num_counted=2 if settings.group_score == "top2_sum" else 1,
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        return logits_TE.softmax(dim=1) if self.settings.score_function == "softmax" else logits_TE.sigmoid()
+
+    def _in_best_groups(self, logits_TE: Tensor) -> Tensor:
+        rule = self.settings.gate_rule
+        return kernels_for(logits_TE).experts_of_best_groups(
+            logits_TE if rule.group_score == "max" else self._scores(logits_TE),
+            num_groups=rule.num_groups,
+            num_limited=rule.num_limited,
+            num_counted=rule.num_counted,
         )
 
-    def _places(self, ids_TK: Tensor, scores_TE: Tensor, noise: _Noise, capacity: int) -> Tensor:
+    def _places(self, wanted: Gating, logits_TE: Tensor, noise: _Noise, capacity: int) -> Tensor:
         """Place of each assignment in its expert's queue; those at capacity and beyond are dropped."""
-        settings, gather = self.settings, ids_TK.clamp(min=0)
+        settings, ids_TK = self.settings, wanted.ids_TK
         if settings.drops_by == "probs":
-            priorities = scores_TE.gather(1, gather)
+            priorities = wanted.weights_TK  # the scores
         elif noise.priority_TE is not None:
-            priorities = noise.priority_TE.gather(1, gather)
+            priorities = noise.priority_TE.gather(1, ids_TK.clamp(min=0).long())
         elif settings.top_k == 1 and settings.strict_compat:
             # DeepSpeed's positions are whatever topk makes of equal numbers.
-            chosen_TE = torch.zeros_like(scores_TE, dtype=torch.int64).scatter_(1, gather, (ids_TK >= 0).long())
+            gather = ids_TK.clamp(min=0).long()
+            chosen_TE = torch.zeros_like(logits_TE, dtype=torch.int64).scatter_(1, gather, (ids_TK >= 0).long())
             kept = chosen_TE.topk(min(capacity, len(ids_TK)), dim=0).indices
             return capacity * (1 - torch.zeros_like(chosen_TE).scatter_(0, kept, 1).gather(1, gather))
         elif settings.top_k == 2:
@@ -321,23 +273,20 @@ class TopKRouter(nn.Module):
             priorities = -torch.arange(2, device=ids_TK.device).expand_as(ids_TK)
         else:
             priorities = torch.zeros_like(ids_TK)
-        return reference.ranks_within_expert(ids_TK, priorities, self.num_experts)
+        return kernels_for(logits_TE).ranks_within_expert(ids_TK, priorities, self.num_experts)
 
-    def _aux_loss(self, logits_TE: Tensor, scores_TE: Tensor, counted_T: Tensor, loads: BalanceLoads) -> Tensor:
+    def _aux_loss(self, gating: Gating, tokens_B: Tensor, loads: BalanceLoads) -> Tensor:
         """``aux_loss_coefficient * E / K' * balancing_loss + z_loss_coefficient * mean(logsumexp^2)``, a scalar.
 
         Shares are softmax scores, or sigmoid scores over their sum. K' is K, but 1 for DeepSpeed's loss at k = 2,
         where only first choices count. Without tokens the loss is 0 and stays connected to the graph.
         """
         settings = self.settings
-        shares_TE = scores_TE
-        if settings.score_function == "sigmoid":
-            shares_TE = scores_TE / scores_TE.sum(dim=1, keepdim=True).clamp(min=torch.finfo(scores_TE.dtype).eps)
         choices = 1 if settings.top_k == 2 and settings.aux_loss_scope == "micro_batch" else settings.top_k
-        loss = balancing_loss(shares_TE, counted_T, loads)
+        loss = balancing_loss(gating.share_sums_BE, loads)
         loss = loss * (settings.aux_loss_coefficient * self.num_experts / choices)
         if settings.z_loss_coefficient:
-            mean_square = counted_T @ logits_TE.logsumexp(dim=1).square() / counted_T.sum().clamp(min=1)
+            mean_square = gating.z_sums_B.sum() / tokens_B.sum().clamp(min=1)
             loss = loss + settings.z_loss_coefficient * mean_square
         return loss
 
@@ -376,42 +325,12 @@ class _Noise:
     priority_TE: Tensor | None = None
 
 
-def _check(settings: RouterSettings, num_experts: int) -> None:
-    if not 1 <= settings.top_k <= num_experts:
-        raise ValueError(f"k ({settings.top_k}) must be in 1..num_experts ({num_experts})")
-    _check_groups(settings, num_experts)
-    if settings.drop_tokens:
-        for name in ("capacity_factor", "eval_capacity_factor"):
-            if not getattr(settings, name) > 0:
-                raise ValueError(f"{name} ({getattr(settings, name)}) must be positive when tokens are dropped")
-    if settings.min_capacity < 0:
-        raise ValueError(f"min_capacity ({settings.min_capacity}) must not be negative")
-
-
-def _check_groups(settings: RouterSettings, num_experts: int) -> None:
-    groups, limited = settings.num_expert_groups, settings.num_limited_groups
-    if settings.strict_compat and settings.aux_loss_scope != "micro_batch":
-        raise ConfigError("xmoe.aux_loss_scope", settings.aux_loss_scope, "strict_compat has 'micro_batch' only")
-    if groups is None or limited is None:
-        if groups is not None or limited is not None:
-            given, missing = ("expert", "limited") if limited is None else ("limited", "expert")
-            raise ConfigError(f"xmoe.num_{given}_groups", groups or limited, f"needs num_{missing}_groups too")
-        if settings.group_score != "top2_sum":
-            raise ConfigError("xmoe.group_score", settings.group_score, "needs num_expert_groups")
-        return
-    if settings.strict_compat:
-        raise ConfigError("xmoe.num_expert_groups", groups, "strict_compat reproduces DeepSpeed, which has no groups")
-    if num_experts % groups:
-        raise ConfigError("xmoe.num_expert_groups", groups, f"must divide num_experts ({num_experts})")
-    if limited > groups:
-        raise ConfigError("xmoe.num_limited_groups", limited, f"must be at most num_expert_groups ({groups})")
-    if settings.top_k > limited * (num_experts // groups):
-        raise ConfigError(
-            "xmoe.num_limited_groups",
-            limited,
-            f"a token takes k ({settings.top_k}) experts, but {limited} of {groups} groups hold "
-            f"{limited * (num_experts // groups)}",
-        )
+def _tokens(logits_TE: Tensor, counted_T: Tensor | None, num_parts: int) -> Tensor:
+    """``[B]``: how many tokens of each part count in the losses' means; in the logits' dtype."""
+    part = logits_TE.shape[0] // max(num_parts, 1)
+    if counted_T is None:
+        return logits_TE.new_full((num_parts,), part)
+    return counted_T.view(num_parts, part).sum(dim=1).to(logits_TE.dtype)
 
 
 def _gumbel(like: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels.reference import accumulator_dtype
+from ..kernels.reference import GateRule, Gating, accumulator_dtype
+from ._backend import kernels_for
 
 
 class _RouterLogits(torch.autograd.Function):
@@ -38,46 +39,67 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return _RouterLogits.apply(x_TD, weight_ED)
 
 
-def _raw_and_divisor(scores_TE: Tensor, ids_TK: Tensor, *, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Scores of the selected experts, 0 where the id is -1, and what they are divided by, ``[T, 1]``."""
-    raw_TK = scores_TE.gather(1, ids_TK.clamp(min=0).long()).masked_fill_(ids_TK < 0, 0.0)
-    total_T1 = raw_TK.sum(dim=1, keepdim=True)
-    return raw_TK, total_T1.clamp(min=torch.finfo(raw_TK.dtype).eps) if normalize else torch.ones_like(total_T1)
-
-
-class _TopKWeights(torch.autograd.Function):
+class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores_TE: Tensor, ids_TK: Tensor, normalize: bool, scale: float) -> Tensor:
-        raw_TK, divisor_T1 = _raw_and_divisor(scores_TE, ids_TK, normalize=normalize)
-        # The scores are kept by the softmax (or sigmoid) already; ids are small numbers.
-        kept_ids_TK = ids_TK.to(torch.int16) if scores_TE.shape[1] < 2**15 else ids_TK
-        ctx.save_for_backward(scores_TE, kept_ids_TK)
-        ctx.normalize, ctx.scale = normalize, scale
-        return raw_TK.div_(divisor_T1).mul_(scale)
+    def forward(
+        ctx: Any,
+        logits_TE: Tensor,
+        rule: GateRule,
+        bias_E: Tensor | None,
+        used_T: Tensor | None,
+        ids_TK: Tensor | None,
+        num_parts: int,
+    ) -> tuple[Tensor, ...]:
+        ctx.kernels, ctx.rule = kernels_for(logits_TE), rule
+        gating = ctx.kernels.gate_forward(
+            logits_TE, rule, bias_E=bias_E, used_T=used_T, ids_TK=ids_TK, num_parts=num_parts
+        )
+        # Scores are computed again from the logits, so that one [T, E] tensor is kept; ids are small numbers.
+        kept_ids_TK = gating.ids_TK.to(torch.int16) if logits_TE.shape[1] < 2**15 else gating.ids_TK
+        ctx.save_for_backward(logits_TE, kept_ids_TK, used_T)
+        ctx.mark_non_differentiable(gating.ids_TK, gating.counts_BE)
+        return gating.ids_TK, gating.weights_TK, gating.counts_BE, gating.share_sums_BE, gating.z_sums_B
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor | None, ...]:
-        scores_TE, ids_TK = ctx.saved_tensors
-        raw_TK, divisor_T1 = _raw_and_divisor(scores_TE, ids_TK, normalize=ctx.normalize)
-        grad_raw_TK = grad_TK * (ctx.scale / divisor_T1)
-        if ctx.normalize:
-            # Where the sum was clamped it is a constant and has no gradient.
-            shared_T1 = (grad_raw_TK * raw_TK).sum(dim=1, keepdim=True) / divisor_T1
-            grad_raw_TK -= shared_T1.masked_fill_(divisor_T1 <= torch.finfo(divisor_T1.dtype).eps, 0.0)
-        grad_raw_TK.masked_fill_(ids_TK < 0, 0.0)
-        grad_TE = torch.zeros_like(scores_TE)
-        # A token's ids differ, but for -1 (clamped to 0, adding 0): the sum has at most one term, so any order.
-        grad_TE.scatter_add_(1, ids_TK.clamp(min=0).long(), grad_raw_TK)
-        return grad_TE, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits_TE, ids_TK, used_T = ctx.saved_tensors
+        _, grad_weights_TK, _, grad_share_sums_BE, grad_z_sums_B = grads
+        grad_TE = ctx.kernels.gate_backward(
+            logits_TE,
+            ids_TK,
+            ctx.rule,
+            grad_weights_TK=grad_weights_TK,
+            grad_share_sums_BE=grad_share_sums_BE,
+            grad_z_sums_B=grad_z_sums_B,
+            used_T=used_T,
+        )
+        return grad_TE, None, None, None, None, None
 
 
-def top_k_weights(scores_TE: Tensor, ids_TK: Tensor, *, normalize: bool, scale: float) -> Tensor:
-    """Combine weights ``[T, K]`` of the selected experts; 0 where the id is -1.
+def gate_tokens(
+    logits_TE: Tensor,
+    rule: GateRule,
+    *,
+    bias_E: Tensor | None = None,
+    used_T: Tensor | None = None,
+    ids_TK: Tensor | None = None,
+    num_parts: int = 1,
+) -> Gating:
+    """Decides which experts each token takes, or weighs the decision ``ids_TK``, and sums for the losses.
 
-    ``weights[t, k] = scale * scores[t, ids[t, k]] / (sum over kept k of scores[t, ids[t, k]] if normalize else 1)``
+    Weights, share sums and z sums are differentiable in the logits. See ``kernels.reference.gate_forward``.
     """
-    return _TopKWeights.apply(scores_TE, ids_TK, normalize, scale)
+    ids_TK, weights_TK, counts_BE, share_sums_BE, z_sums_B = _Gate.apply(
+        logits_TE, rule, bias_E, used_T, ids_TK, num_parts
+    )
+    return Gating(
+        ids_TK=ids_TK,
+        weights_TK=weights_TK,
+        counts_BE=counts_BE,
+        share_sums_BE=share_sums_BE,
+        z_sums_B=z_sums_B,
+    )
 
 
 class _SelectSlots(torch.autograd.Function):
