@@ -4,14 +4,14 @@ Every value of a kernel is one of
 
     bounded   numbers that the source bounds: literals, block sizes and other constexprs, ``tl.arange``, and what
               ``%``, ``&`` or ``tl.minimum`` keeps below one of these
-    size      a scalar argument of the kernel: a width, a stride, a count; and arithmetic of sizes
-    tile      bounded * size: an offset within a tile of rows
+    size      a scalar argument of the kernel: a width, a stride, a count; and what is computed of these and of
+              bounded numbers, such as an offset within a tile of rows
     index     a program id, a loop's variable, a loaded number, and arithmetic of these: a row, an expert, a column
 
-and either 64 bits *wide* (after ``tl.cast(x, tl.int64)``, or joined with a wide value) or not. A product of an index
-or a tile with anything but a bounded factor is *narrow* if neither factor is wide. So is an offset that grows in a
-loop by a size or a tile and is not wide. Narrow values must not reach an address: not through sums, variables, casts
-that come too late, or the functions that a kernel calls, which are followed with the arguments they are given.
+and either 64 bits *wide* (after ``tl.cast(x, tl.int64)``, or joined with a wide value) or not. A product of two
+factors that are not bounded is *narrow* if neither is wide. So is an offset that grows in a loop by a size and is not
+wide. Narrow values must not reach an address: not through sums, variables, casts that come too late, or the functions
+that a kernel calls, which are followed with the arguments they are given.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-BOUNDED, SIZE, TILE, INDEX = range(4)
+BOUNDED, SIZE, INDEX = range(3)
 ACCESSES = {"load": "loads", "store": "stores"}
 REDUCTIONS = {"argmax", "argmin", "histogram"}
 
@@ -230,7 +230,7 @@ class _Frame:
         old, step = flat(self.value(node.target)), flat(self.value(node.value))
         found = self.operation(node, node.op, old, step)
         if self.loops and isinstance(node.op, ast.Add | ast.Sub):
-            grows = step.kind in (SIZE, TILE) and not found.wide
+            grows = step.kind == SIZE and not found.wide
             narrow = found.narrow | {self.where(node)} if grows else found.narrow
             return replace(found, kind=max(found.kind, INDEX if step.kind == BOUNDED else step.kind), narrow=narrow)
         return found
@@ -264,10 +264,9 @@ class _Frame:
     def operation(self, node: ast.expr | ast.AugAssign, op: ast.operator, a: Value, b: Value) -> Value:
         both = a.joined(b)
         if isinstance(op, ast.Mult | ast.LShift):
-            factors = {a.kind, b.kind}
-            if factors & {TILE, INDEX} and BOUNDED not in factors and not both.wide:
+            if BOUNDED not in (a.kind, b.kind) and not both.wide:
                 both = replace(both, narrow=both.narrow | {self.where(node)})
-            return replace(both, kind=TILE if factors == {BOUNDED, SIZE} else both.kind, root=None)
+            return replace(both, root=None)
         if isinstance(op, ast.Mod | ast.BitAnd) and BOUNDED in (a.kind, b.kind):
             return Value(wide=both.wide)
         if isinstance(op, ast.FloorDiv | ast.RShift):

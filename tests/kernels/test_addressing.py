@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ KERNELS = Path(__file__).parents[2] / "kernels"
 NUMBERS = {
     "row_tiles * column_tiles": "tiles of one launch",
     "num_row_tiles * num_column_tiles": "tiles of one launch",
+    "num_experts * out_tiles": "tiles of one launch",
+    "num_experts * out_tiles * in_tiles": "tiles of one launch",
     "part * part_tokens": "a token's number",
 }
 
@@ -34,6 +38,27 @@ def test_every_address_in_the_kernels_is_64_bits_wide():
     assert not wrong, "\n" + "\n".join(wrong)
     unused = [product for product in NUMBERS if not any(f": {product} is not" in finding for finding in findings)]
     assert not unused, f"no longer in an address: {unused}"
+
+
+def without_each_cast(text: str) -> Iterator[tuple[str, str]]:
+    """(a cast to int64, the text with it removed) for each."""
+    lines = text.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and ast.unparse(node).startswith("tl.cast(") and "tl.int64" in ast.unparse(node):
+            cast, value = ast.get_source_segment(text, node), ast.get_source_segment(text, node.args[0])
+            assert cast
+            start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
+            yield cast, f"{text[:start]}({value}){text[start + len(cast) :]}"
+
+
+@pytest.mark.parametrize("file", ["rows.py", "activation.py", "plan.py"])
+def test_each_cast_of_the_kernels_is_missed_when_removed(file: str):
+    sources = kernel_sources(KERNELS)
+    others = {name: text for name, text in sources.items() if name == "activation_math.py"}
+    casts = list(without_each_cast(sources[file]))
+    assert casts
+    for cast, text in casts:
+        assert find_narrow_addresses(jit_functions({**others, file: text})), f"{file} does not need {cast}"
 
 
 def test_every_masked_load_of_the_kernels_gives_other():
@@ -73,6 +98,7 @@ HEAD = """
             id="offset-that-grows",
         ),
         pytest.param("tl.load(x + columns * width * depth)", "columns * width * depth", id="tile-by-size"),
+        pytest.param("tl.load(x + size * width + columns)", "size * width", id="sizes"),
         pytest.param("tl.load(x + row * width + pid * depth)", "pid * depth", id="one-of-two"),
         pytest.param("r = row\nif BLOCK > 4:\n    r = pid\ntl.load(x + r * width)", "r * width", id="one-branch"),
         pytest.param("tl.load(x + tl.where(pid > 0, pid, 0) * width)", "* width", id="where"),
