@@ -274,7 +274,8 @@ def gate_forward(
     num_tokens, num_experts = logits_TE.shape
     given = ids_TK is not None
     columns = _columns(num_experts, rule, given=given)
-    config = gate_config("gate_forward", logits_TE, columns=columns["WIDTH"], padded=columns["PADDED"])
+    op = "gate_forward" if columns["GROUPS"] == 1 else "gate_forward_grouped"
+    config = gate_config(op, logits_TE, columns=columns["WIDTH"], padded=columns["PADDED"])
     programs = Programs.of(num_tokens, num_parts, config)
     ids = (
         logits_TE.new_empty((num_tokens, rule.top_k), dtype=torch.int32)
@@ -287,7 +288,7 @@ def gate_forward(
     z_P = logits_TE.new_empty((programs.total,)) if rule.z_sums else None
     launch(
         Launch(
-            op="gate_forward",
+            op=op,
             kernel=_gate_forward_kernel,
             grid=(programs.total,),
             arguments=dict(

@@ -123,14 +123,20 @@ def asking() -> Iterator[list[tuning_cache.Key]]:
 
 
 def _winner(key: tuning_cache.Key, default: Config) -> Config:
-    """The search's winner for ``key``, or ``default``; also where the winner is of an older kernel's parameters."""
-    found = tuning_cache.find(key)
+    """The search's winner for ``key`` or a neighbouring bucket, or ``default``.
+
+    A winner of an older kernel, whose parameters had other names, is none.
+    """
+    found = tuning_cache.find_near(key)
     if found is None:
         return default
     try:
         winner = Config(**found)
         if winner.blocks.keys() != default.blocks.keys():
             raise ValueError(f"its blocks are {sorted(winner.blocks)}, the kernel's {sorted(default.blocks)}")
+        numbers = {**winner.compiler_options(), **winner.blocks, **winner.knobs}
+        if wrong := [name for name, value in numbers.items() if not isinstance(value, int)]:
+            raise ValueError(f"{wrong[0]} ({numbers[wrong[0]]!r}) is no integer")
     except (TypeError, ValueError, AttributeError) as error:
         _warn_once(f"ignoring the tuning result {key.path()}: {error}")
         return default
@@ -236,8 +242,13 @@ def _gate(arch: str, dtype: torch.dtype, width: int) -> Config:
     num_warps = 4 if width <= 4 * wave else 8
     each = 4 if 2 * wave < width <= 4 * wave or width > 16 * wave else 2
     block = max(1, min(32, num_warps * wave * each // width))
+    return Config(blocks={"BLOCK_T": block, "TILES": max(1, 32 // block)}, num_warps=num_warps)
+
+
+def _gate_grouped(arch: str, dtype: torch.dtype, width: int) -> Config:
+    """Held to 64 vector registers, which the compiler by itself passes by 8."""
     options = {"waves_per_eu": 8} if is_amd(arch) else {}
-    return Config(blocks={"BLOCK_T": block, "TILES": max(1, 32 // block)}, num_warps=num_warps, options=options)
+    return replace(_gate(arch, dtype, width), options=options)
 
 
 def _gate_sums(arch: str, dtype: torch.dtype, width: int) -> Config:
@@ -286,7 +297,7 @@ def _forward(arch: str, dtype: torch.dtype, width: int) -> Config:
 
 
 def _forward_activated(arch: str, dtype: torch.dtype, width: int) -> Config:
-    return _gemm(arch, dtype, "grouped_forward_activated", max(width, 1))
+    return _gemm(arch, dtype, "grouped_forward_activated", width or 2)
 
 
 def _dgrad(arch: str, dtype: torch.dtype, width: int) -> Config:
@@ -303,6 +314,7 @@ _ROW_OPS = {
     "grouped_dgrad": _dgrad,
     "grouped_dgrad_activated": _dgrad_activated,
     "gate_forward": _gate,
+    "gate_forward_grouped": _gate_grouped,
     "gate_backward": _gate,
     "gate_sums": _gate_sums,
     "top_k_ids": _gate,
