@@ -79,26 +79,24 @@ def one_tile(first: int, num_rows: int) -> TileSchedule:
     return TileSchedule(**fields, max_tiles=1, num_rows=first + num_rows, block_m=BLOCK_M)
 
 
-def stacked(*near: Tensor) -> tuple[Stacked, Stacked]:
-    """Two experts' matrices, near each other and 2^31 elements apart."""
-    apart = 2**31
-    buffer = torch.empty(apart + near[1].numel(), dtype=near[0].dtype)
-    first, second = buffer[: near[0].numel()].view_as(near[0]), buffer[apart:].view_as(near[1])
-    first.copy_(near[0])
-    second.copy_(near[1])
-    close = torch.stack(list(near))
+def stacked(last: Tensor) -> tuple[Stacked, Stacked]:
+    """Three experts' matrices, near each other and 2^30 elements apart (32 bits hold the stride); the last has rows."""
+    apart = 2**30 + 16
+    buffer = torch.empty(2 * apart + last.numel(), dtype=last.dtype)
+    buffer[2 * apart :] = last.flatten()
+    close = torch.stack([torch.zeros_like(last), torch.zeros_like(last), last])
     return (
-        Stacked(first=close[0], stride=close[0].numel(), num_experts=2),
-        Stacked(first=first, stride=apart, num_experts=2),
+        Stacked(first=close[0], stride=last.numel(), num_experts=3),
+        Stacked(first=buffer[: last.numel()].view_as(last), stride=apart, num_experts=3),
     )
 
 
-SECOND_EXPERT = TileSchedule(
-    offsets_e1=torch.tensor([0, 0, NUM_ROWS], dtype=torch.int32),
-    tile_expert=torch.tensor([1], dtype=torch.int32),
+LAST_EXPERT = TileSchedule(
+    offsets_e1=torch.tensor([0, 0, 0, NUM_ROWS], dtype=torch.int32),
+    tile_expert=torch.tensor([2], dtype=torch.int32),
     tile_row=torch.tensor([0], dtype=torch.int32),
     num_tiles=torch.tensor([1], dtype=torch.int32),
-    max_tiles=2,
+    max_tiles=3,
     num_rows=NUM_ROWS,
     block_m=BLOCK_M,
 )
@@ -233,8 +231,8 @@ def here(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("call", GROUPED)
 def test_grouped_gemms_with_weights_far_apart(call: Grouped):
-    near, there = stacked(rows(count=WIDTH), rows(count=WIDTH))
-    assert_same(call(here, there, SECOND_EXPERT, None), call(here, near, SECOND_EXPERT, None))
+    near, there = stacked(rows(count=WIDTH))
+    assert_same(call(here, there, LAST_EXPERT, None), call(here, near, LAST_EXPERT, None))
 
 
 @pytest.mark.parametrize("call", GROUPED)
