@@ -236,7 +236,7 @@ def _forward(p: Problem) -> Case:
 
 
 def _forward_activated(p: Problem) -> Case:
-    sizes = dict(width=p.shape.expert_width, inner=p.shape.width)
+    sizes = dict(width=p.shape.expert_width, inner=p.shape.width, matrices=2)
     matrices = _stacked(p.up_eFD), _stacked(p.gate_eFD)
 
     def call(side: Any) -> Any:

@@ -54,7 +54,7 @@ def compile_launch(call: Launch, arch: str) -> Compiled:
     options, signature, constexprs, attributes = function._pack_args(backend, keywords, bound, specialization, keywords)
     attributes = {place: _without_pointer_range(found) for place, found in attributes.items()}
     source = ASTSource(function, signature, constexprs, attributes)
-    with compiler_knobs(call.config):
+    with compiler_knobs(call.config.knobs):
         found = triton.compile(source, target=target, options=options.__dict__)
     metadata = found.metadata._asdict()
     return Compiled(

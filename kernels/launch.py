@@ -145,36 +145,53 @@ def launch(call: Launch) -> None:
 
 
 def _run(call: Launch) -> None:
-    if not call.config.knobs or interpreted():
+    knobs = call.config.knobs
+    if not knobs or interpreted():
         call.kernel[call.grid](**call.keywords())
         return
-    variant = _variant(call.kernel, frozenset(call.config.knobs.items()))
-    with compiler_knobs(call.config):
+    variant = _variant(call.kernel, frozenset(knobs.items()))
+    # A Triton whose kernels have no step of their own for compiling needs the knobs around the whole launch.
+    with contextlib.nullcontext() if hasattr(variant, _COMPILE) else compiler_knobs(knobs):
         variant[call.grid](**call.keywords())
+
+
+_COMPILE = "_do_compile"
 
 
 @functools.cache
 def _variant(kernel: Any, knobs: frozenset[tuple[str, bool]]) -> Any:
-    """The kernel once more, for one setting of the knobs: Triton keeps compiled code by kernel, blind to knobs."""
+    """The kernel once more, for one setting of the knobs: Triton keeps compiled code by kernel, blind to knobs.
+
+    Setting knobs takes longer than a launch, and other threads see them: they are set while it compiles alone.
+    """
     import triton
 
-    return triton.jit(
+    variant = triton.jit(
         kernel.fn,
         do_not_specialize=kernel.do_not_specialize,
         do_not_specialize_on_alignment=kernel.do_not_specialize_on_alignment,
     )
+    compile_variant = getattr(variant, _COMPILE, None)
+
+    def compile_with_knobs(*arguments: Any, **keywords: Any) -> Any:
+        with compiler_knobs(dict(knobs)):
+            return compile_variant(*arguments, **keywords)
+
+    if compile_variant is not None:
+        setattr(variant, _COMPILE, compile_with_knobs)
+    return variant
 
 
 @contextlib.contextmanager
-def compiler_knobs(config: Config) -> Iterator[None]:
-    """Sets ``triton.knobs.amd`` as ``config`` says. ValueError for a knob that this Triton does not have."""
-    if not config.knobs:
+def compiler_knobs(settings: Mapping[str, bool]) -> Iterator[None]:
+    """Sets ``triton.knobs.amd`` inside. Raises ValueError for a knob that this Triton does not have."""
+    if not settings:
         yield
         return
     from triton import knobs
 
     with knobs.amd.scope():
-        for name, value in config.knobs.items():
+        for name, value in settings.items():
             if not hasattr(knobs.amd, name):
                 raise ValueError(f"knobs ({name}) must be one of {', '.join(knobs.amd.knob_descriptors)}")
             setattr(knobs.amd, name, value)

@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,23 +65,37 @@ def config_for(
 
     Nothing is timed here: winners are those that ``xmoe kernels tune`` left on disk for this very chip.
     """
-    key = tuning_cache.Key(
-        op=op,
-        arch=arch,
-        dtype=str(dtype).removeprefix("torch."),
-        rows=tuning_cache.bucket(rows),
-        sizes=(width, *sizes),
-        triton=triton_version(),
-    )
     choice = _CHOICE.get()
+    bucket = tuning_cache.bucket(rows)
     if choice.asked is not None:
-        choice.asked.append(key)
+        choice.asked.append(_key(op, arch, dtype, bucket, (width, *sizes)))
     if op in choice.forced:
         return choice.forced[op]
-    default = _ROW_OPS[op](arch, dtype, width)
     if choice.only_defaults or arch == INTERPRETER:
-        return default
-    return _winner(key, default)
+        return _ROW_OPS[op](arch, dtype, width)
+    return _kept(op, arch, dtype, bucket, (width, *sizes))
+
+
+def _key(op: str, arch: str, dtype: torch.dtype, rows: int, sizes: tuple[int, ...]) -> tuning_cache.Key:
+    name = str(dtype).removeprefix("torch.")
+    return tuning_cache.Key(op=op, arch=arch, dtype=name, rows=rows, sizes=sizes, triton=triton_version())
+
+
+@functools.cache
+def _kept(op: str, arch: str, dtype: torch.dtype, rows: int, sizes: tuple[int, ...]) -> Config:
+    """Looked for on disk once in a process: this runs before every launch."""
+    return _winner(_key(op, arch, dtype, rows, sizes), _ROW_OPS[op](arch, dtype, sizes[0]))
+
+
+def keep_winner(key: tuning_cache.Key, config: Config, *, seconds: float) -> None:
+    """Keeps the search's winner on disk, for this process as well."""
+    tuning_cache.write(key, asdict(config), seconds=seconds)
+    forget_winners()
+
+
+def forget_winners() -> None:
+    """Looks on disk again."""
+    _kept.cache_clear()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,14 +152,9 @@ def _winner(key: tuning_cache.Key, default: Config) -> Config:
         if wrong := [name for name, value in numbers.items() if not isinstance(value, int)]:
             raise ValueError(f"{wrong[0]} ({numbers[wrong[0]]!r}) is no integer")
     except (TypeError, ValueError, AttributeError) as error:
-        _warn_once(f"ignoring the tuning result {key.path()}: {error}")
+        logger.warning("ignoring the tuning result %s: %s", key.path(), error)
         return default
     return winner
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning("%s", message)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import tuning_cache
-from .tuning import INTERPRETER, Config, config_for, forcing, is_amd, only_defaults
+from .tuning import INTERPRETER, Config, config_for, forcing, is_amd, keep_winner, only_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -33,20 +33,25 @@ class Gemm:
     """How the blocks of a grouped GEMM are called and what one step of its sums holds in LDS.
 
     ``tile``   its two blocks of the result; ``step`` the block of the sum
-    ``seconds``  blocks of the second side that are multiplied with one of the first (2 in a gated expert's forward)
+    ``paired`` whether one block of the first side is multiplied with several of the second, of as many matrices as the
+               ``width`` of its configuration says: 2 in a gated expert's forward
     ``turned`` whether an operand's rows run across the sum: loads that in-thread transposition speeds up
     """
 
     tile: tuple[str, str] = ("BLOCK_M", "BLOCK_N")
     step: str = "BLOCK_K"
-    seconds: int = 1
+    paired: bool = False
     turned: bool = True
+
+    def seconds(self, width: int) -> int:
+        """Blocks of the second side that meet one of the first."""
+        return max(1, width) if self.paired else 1
 
 
 _WGRAD = Gemm(tile=("BLOCK_OUT", "BLOCK_IN"), step="BLOCK_ROWS")
 GEMMS = {
     "grouped_forward": Gemm(turned=False),
-    "grouped_forward_activated": Gemm(seconds=2, turned=False),
+    "grouped_forward_activated": Gemm(paired=True, turned=False),
     "grouped_dgrad": Gemm(),
     "grouped_dgrad_activated": Gemm(),
     "grouped_wgrad": _WGRAD,
@@ -66,7 +71,7 @@ def candidates(op: str, *, arch: str, dtype: torch.dtype, width: int = 0) -> lis
         return found
     variants = _gemm_variants(op, arch, dtype, default) if op in GEMMS else _row_variants(arch, default)
     for config in variants:
-        if config not in found and fits(op, config, arch=arch, dtype=dtype):
+        if config not in found and fits(op, config, arch=arch, dtype=dtype, width=width):
             found.append(config)
     return found
 
@@ -83,7 +88,7 @@ def _gemm_variants(op: str, arch: str, dtype: torch.dtype, default: Config) -> I
         (64, 128), (64, 128, 256), steps, (4, 8), stages, knob_sets
     ):
         blocks = {**default.blocks, gemm.tile[0]: first, gemm.tile[1]: second, gemm.step: step}
-        yield replace(default, blocks=blocks, num_warps=warps, num_stages=depth, knobs=knobs)
+        yield replace(default, blocks=blocks, num_warps=warps, num_stages=depth, knobs={**default.knobs, **knobs})
     if is_amd(arch):
         for name, value in (("matrix_instr_nonkdim", 32), ("kpack", 1), ("waves_per_eu", 2)):
             if name != "kpack" or arch != "gfx950":
@@ -91,6 +96,8 @@ def _gemm_variants(op: str, arch: str, dtype: torch.dtype, default: Config) -> I
     for order in [name for name in ("GROUP_M", "GROUP_OUT") if name in default.blocks]:
         for height in (4, 16):
             yield replace(default, blocks={**default.blocks, order: height})
+    if "ADVANCE" in default.blocks:
+        yield replace(default, blocks={**default.blocks, "ADVANCE": 1 - default.blocks["ADVANCE"]})
 
 
 def _row_variants(arch: str, default: Config) -> Iterator[Config]:
@@ -106,23 +113,26 @@ def _row_variants(arch: str, default: Config) -> Iterator[Config]:
                 yield replace(default, blocks=blocks, num_warps=warps)
 
 
-def lds_bytes(op: str, config: Config, *, arch: str, dtype: torch.dtype) -> int:
+def lds_bytes(op: str, config: Config, *, arch: str, dtype: torch.dtype, width: int = 0) -> int:
     """LDS (shared memory) that the operands of one grouped GEMM's workgroup take; 0 for other kernels.
 
-    Both operands of a step lie there once for each stage that is loaded ahead. gfx90a, gfx942 and sm_80 hold the
-    newest stage in registers; gfx950 pads rows by a thirty-second.
+    Both operands of a step lie there once for each stage that is loaded ahead. All but gfx950 and sm_90 hold the
+    newest stage in registers, sm_90 too in float32, which it multiplies without its asynchronous instructions. gfx950
+    pads rows by a thirty-second where it copies from memory to LDS; if told not to, it is like the others.
     """
     gemm = GEMMS.get(op)
     if gemm is None:
         return 0
     first, second = (config.blocks[name] for name in gemm.tile)
-    step_bytes = (first + gemm.seconds * second) * config.blocks[gemm.step] * dtype.itemsize
-    stages = config.num_stages - (arch in ("gfx90a", "gfx942", "sm_80"))
+    step_bytes = (first + gemm.seconds(width) * second) * config.blocks[gemm.step] * dtype.itemsize
+    copies = arch == "gfx950" and config.knobs.get("use_async_copy", True)
+    in_registers = not copies and (arch != "sm_90" or dtype.itemsize == 4)
+    stages = config.num_stages - in_registers
     found = step_bytes * max(1, stages)
-    return found + found // 32 if arch == "gfx950" else found
+    return found + found // 32 if copies else found
 
 
-def fits(op: str, config: Config, *, arch: str, dtype: torch.dtype) -> bool:
+def fits(op: str, config: Config, *, arch: str, dtype: torch.dtype, width: int = 0) -> bool:
     """Whether enough workgroups for two warps a SIMD fit in LDS, and the sums in half of the registers."""
     gemm = GEMMS.get(op)
     if gemm is None:
@@ -131,8 +141,8 @@ def fits(op: str, config: Config, *, arch: str, dtype: torch.dtype) -> bool:
     first, second = (config.blocks[name] for name in gemm.tile)
     lanes = config.num_warps * (64 if is_amd(arch) else 32)
     return (
-        workgroups * lds_bytes(op, config, arch=arch, dtype=dtype) <= LDS_BYTES[arch]
-        and first * second * gemm.seconds <= _MAX_SUMS_A_LANE * lanes
+        workgroups * lds_bytes(op, config, arch=arch, dtype=dtype, width=width) <= LDS_BYTES[arch]
+        and first * second * gemm.seconds(width) <= _MAX_SUMS_A_LANE * lanes
     )
 
 
@@ -205,7 +215,7 @@ def tune(
 
         results = search(configs, partial(with_config, measure), check=partial(with_config, check), rounds=rounds)
         of_default = [one.seconds for one in results if one.config == configs[0]]
-        tuning_cache.write(key, asdict(results[0].config), seconds=results[0].seconds)
+        keep_winner(key, results[0].config, seconds=results[0].seconds)
         yield Winner(
             key=key,
             found=results[0],

@@ -174,7 +174,6 @@ def test_tuning_a_case_keeps_a_winner_for_each_kernel_it_launches(
     for winner in winners:
         assert winner.found.seconds == winner.default_seconds == 2e-3
         assert tuning_cache.find(winner.key) is not None
-    tuning_cache.find.cache_clear()
 
 
 # The command line
