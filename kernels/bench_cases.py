@@ -240,7 +240,7 @@ def _forward_activated(p: Problem) -> Case:
     matrices = _stacked(p.up_eFD), _stacked(p.gate_eFD)
 
     def call(side: Any) -> Any:
-        schedule = p.tiles_of("grouped_forward_activated", **sizes, matrices=2)
+        schedule = p.tiles_of("grouped_forward_activated", **sizes)
         more = dict(row_ids_M=p.row_ids_M, weights_M=p.weights_M, activation="swiglu")
         return side.grouped_forward_activated(p.x_TD, *matrices, schedule, **more)
 
