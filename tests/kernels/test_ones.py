@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from launcher_cases import CASES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ARCHES = ["gfx90a", "sm_90"]
 
 
