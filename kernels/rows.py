@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -57,46 +59,38 @@ def gather_rows(x_TD: Tensor, slot_ids_N: Tensor, top_k: int, weights_N: Tensor 
 
 
 @triton.jit
-def _add_row(total, rows, places, weights, slot, columns, num_rows, width, BLOCK_D: tl.constexpr):
-    """``total`` plus the columns of the slot's row, which is none where its place is outside ``[0, num_rows)``."""
-    place = tl.load(places + slot)
-    place_of_lane = tl.broadcast_to(place, (BLOCK_D,))
-    mask = (columns < width) & (place_of_lane >= 0) & (place_of_lane < num_rows)
-    values = tl.load(rows + tl.cast(place, tl.int64) * width + columns, mask=mask, other=0.0).to(tl.float32)
-    if weights is not None:
-        values = tl.where(mask, values * tl.load(weights + slot), 0.0)
-    return total + values
-
-
-@triton.jit
 def _combine_rows_kernel(
-    rows,
-    places,
-    weights,
-    out,
-    num_rows,
-    width,
-    TOP_K: tl.constexpr,
-    GROUP_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    rows, places, weights, out, num_rows, top_k, width, GROUP_K: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """Program (t, j) sums block j of the rows ``places[t]``, each times its weight, in order, and writes it once.
 
-    ``GROUP_K`` loads are in flight at a time.
+    ``GROUP_K`` loads are in flight at a time. The loop's end is no constant: compilers would load all rows at once,
+    and spill. The last group may reach past the last choice, which it then reads again and leaves out.
 
     Example: rows a, b, c, places [[1, 2], [0, 3]], no weights gives rows b + c, a.
     """
     token = tl.cast(tl.program_id(0), tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    slot = token * TOP_K
-    GROUPED: tl.constexpr = TOP_K // GROUP_K * GROUP_K
+    inside = columns < width
     total = tl.zeros((BLOCK_D,), dtype=tl.float32)
-    for first in range(0, GROUPED, GROUP_K):
+    for first in range(0, top_k, GROUP_K):
+        # All of the group's scalars before its first row: their latencies overlap, too.
+        group_places = ()
+        group_weights = ()
         for k in tl.static_range(GROUP_K):
-            total = _add_row(total, rows, places, weights, slot + first + k, columns, num_rows, width, BLOCK_D)
-    for k in tl.static_range(GROUPED, TOP_K):
-        total = _add_row(total, rows, places, weights, slot + k, columns, num_rows, width, BLOCK_D)
-    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=columns < width)
+            slot = token * top_k + tl.minimum(first + k, top_k - 1)
+            group_places += (tl.load(places + slot),)
+            if weights is not None:
+                group_weights += (tl.load(weights + slot),)
+        for k in tl.static_range(GROUP_K):
+            place = tl.where(first + k < top_k, group_places[k], -1)
+            place_of_lane = tl.broadcast_to(place, (BLOCK_D,))
+            mask = inside & (place_of_lane >= 0) & (place_of_lane < num_rows)
+            values = tl.load(rows + tl.cast(place, tl.int64) * width + columns, mask=mask, other=0.0).to(tl.float32)
+            if weights is not None:
+                values = tl.where(mask, values * group_weights[k], 0.0)
+            total += values
+    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
 def combine_rows(rows_ND: Tensor, places_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
@@ -113,9 +107,13 @@ def combine_rows(rows_ND: Tensor, places_TK: Tensor, weights_TK: Tensor | None =
     weights_TK = weights_TK.contiguous() if weights_TK is not None else None
     out_TD = rows_ND.new_empty((num_tokens, width))
     config = config_for("combine", arch=arch_of(rows_ND), dtype=rows_ND.dtype, width=width, rows=num_tokens)
+    # Groups of equal size: 10 rows are 5 and 5, not 8 and 2 and 6 times none.
+    groups = triton.cdiv(max(top_k, 1), config.blocks["GROUP_K"])
+    group_k = triton.cdiv(max(top_k, 1), groups)
+    config = replace(config, blocks={**config.blocks, "GROUP_K": group_k})
     blocks = triton.cdiv(width, config.blocks["BLOCK_D"])
     row_bytes = width * rows_ND.element_size()
-    index_bytes = num_tokens * top_k * _bytes_of_each(places_TK, weights_TK)
+    index_bytes = num_tokens * (groups * group_k if top_k else 0) * _bytes_of_each(places_TK, weights_TK)
     launch(
         Launch(
             op="combine",
@@ -127,8 +125,8 @@ def combine_rows(rows_ND: Tensor, places_TK: Tensor, weights_TK: Tensor | None =
                 weights=weights_TK,
                 out=out_TD,
                 num_rows=num_rows,
+                top_k=top_k,
                 width=width,
-                TOP_K=top_k,
             ),
             config=config,
             cost=Cost(
