@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .types import DispatchPlan
+
 # Bounds on (max, RMS) of |error| / max(RMS of the reference, |reference|), against float64 from the same rounded
 # inputs. Measured at D=512, F=256, E=8 with float32 accumulation, then given room: float32 2.7e-6 / 4.1e-7, float16
 # 2.4e-3 / 4.4e-4, bfloat16 1.9e-2 / 3.5e-3.
@@ -87,6 +89,18 @@ def assignments_of(row_ids_M: Tensor, num_rows: int) -> Tensor:
     width = max(map(len, of_row), default=0)
     padded = [found + [row_ids_M.numel()] * (width - len(found)) for found in of_row]
     return torch.tensor(padded, dtype=torch.int32, device=row_ids_M.device).view(num_rows, width)
+
+
+def check_assignments(plan: DispatchPlan, num_rows: int) -> None:
+    """Compares both sides of a plan, host and device. Raises AssertionError."""
+    num_assignments = plan.row_ids_M.numel()
+    assert plan.counts_e.tolist() == plan.tokens_per_local_expert
+    assert plan.counts_e.dtype == torch.int64
+    assert plan.assignments_RK.dtype == torch.int32
+    assert plan.assignments_RK.shape[0] == num_rows
+    for row, found in enumerate(plan.assignments_RK.tolist()):
+        wanted = [m for m, other in enumerate(plan.row_ids_M.tolist()) if other == row]
+        assert sorted(m for m in found if 0 <= m < num_assignments) == wanted, f"assignments of row {row}"
 
 
 class RankFailure(AssertionError):

@@ -14,7 +14,7 @@ from xmoe.layer import RoutedMLP
 from xmoe.permute import permute
 from xmoe.replay import fresh_decisions
 from xmoe.router import RouterSettings, TopKRouter
-from xmoe.testing import assert_close, dense_oracle, run_ranks
+from xmoe.testing import assert_close, check_assignments, dense_oracle, run_ranks
 from xmoe.types import Routing
 
 pytestmark = pytest.mark.dist
@@ -84,6 +84,7 @@ def send_codes(tokens_of_rank, num_experts, k, kind, guard):
     assert plan.tokens_per_local_expert == [sum(e == i for _, _, e in wanted) for i in range(local)]
     assert plan.recv_splits == [sum(w == i for w, _, _ in wanted) for i in range(world)]
     assert plan.num_rows == int((mine.topk_ids_TK >= 0).sum())
+    check_assignments(plan, len(rows.x_RD))
     assert dispatcher.rows_sent_away(plan) == plan.num_rows - plan.send_splits[rank]
     expected = [codes[w][slot // k] for w, slot, _ in wanted]
     assert torch.equal(rows.x_RD[plan.row_ids_M.long()], torch.stack(expected) if wanted else torch.empty(0, 3))

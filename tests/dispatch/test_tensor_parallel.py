@@ -11,7 +11,7 @@ from xmoe.experts import Experts
 from xmoe.layer import RoutedMLP
 from xmoe.ops.collectives import Exchange
 from xmoe.router import RouterSettings, TopKRouter
-from xmoe.testing import assert_close, run_ranks
+from xmoe.testing import assert_close, check_assignments, run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -33,7 +33,9 @@ def _reset(module):
 class _Watched(LocalDispatcher):
     def plan(self, buffer):
         self.slots = set(buffer.slot_ids_S[: int(buffer.tokens_per_expert_E.sum())].tolist())
-        return super().plan(buffer)
+        plan = super().plan(buffer)
+        check_assignments(plan, buffer.num_tokens)
+        return plan
 
 
 def _shares():
