@@ -131,11 +131,10 @@ def _grouped_forward_activated_kernel(
         x_tile = row_pointers(x, row_ids, first, height, inner, BLOCK_M, BLOCK_K)
         up_tile = _columns_of_weights(up, expert, up_stride, inner, first_column, width, BLOCK_N, BLOCK_K)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        gate_tile, acc_gate, gate_value = None, None, None
         if gate is not None:
             gate_tile = _columns_of_weights(gate, expert, gate_stride, inner, first_column, width, BLOCK_N, BLOCK_K)
             acc_gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        else:
-            gate_tile, acc_gate = None, None
         acc, acc_gate = multiply(x_tile, up_tile, gate_tile, inner, 1, acc, acc_gate, HAS_TAIL, ADVANCE, BLOCK_K)
 
         local, columns = tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
@@ -151,9 +150,8 @@ def _grouped_forward_activated_kernel(
                 acc_gate += _load_bias(gate_bias, expert, gate_bias_stride, columns, width)[None, :]
             gate_value = acc_gate.to(gate_out.dtype.element_ty)
             tl.store(gate_out + tile + places, gate_value, mask=inside)
-            act = activate(value.to(tl.float32), gate_value.to(tl.float32), ACTIVATION)
-        else:
-            act = activate(value.to(tl.float32), None, ACTIVATION)
+            gate_value = gate_value.to(tl.float32)
+        act = activate(value.to(tl.float32), gate_value, ACTIVATION)
         weight = tl.load(weights + first + local, mask=local < height, other=0.0)
         tl.store(hidden + tile + places, (act * weight[:, None]).to(hidden.dtype.element_ty), mask=inside)
 
