@@ -225,18 +225,7 @@ class MoE(native_layer.MoE):
         _check_sizes(hidden_size=hidden_size, num_experts=num_experts, ep_size=ep_size, k=k)
         _check_policy(noisy_gate_policy)
         _check_shared(shared_mlp, shared_gate=shared_gate)
-        self._routing = _checked_numbers(
-            {
-                "top_k": k,
-                "capacity_factor": capacity_factor,
-                "eval_capacity_factor": eval_capacity_factor,
-                "min_capacity": min_capacity,
-                "drop_tokens": drop_tokens,
-                "random_token_selection": use_rts,
-                "sample_second_expert": top2_2nd_expert_sampling,
-                "noisy_logits": noisy_gate_policy == "RSample",
-            }
-        )
+        self._routing = _routing(locals())
         self.layer_name = "MoE"
         self._configured = False
         self.loss_scale: Callable[[], float] = _one
@@ -380,12 +369,22 @@ def _check_sizes(**sizes: object) -> None:
         raise ValueError(f"num_experts ({num_experts}) must be a multiple of ep_size ({ep_size})")
 
 
-def _checked_numbers(routing: dict[str, Any]) -> dict[str, Any]:
+def _routing(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The router's settings among DeepSpeed's own arguments. Raises ValueError where a number is none."""
     for name in ("capacity_factor", "eval_capacity_factor", "min_capacity"):
-        value = routing[name]
+        value = arguments[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"{name} ({value!r}) must be a number")
-    return routing
+    return {
+        "top_k": arguments["k"],
+        "capacity_factor": arguments["capacity_factor"],
+        "eval_capacity_factor": arguments["eval_capacity_factor"],
+        "min_capacity": arguments["min_capacity"],
+        "drop_tokens": arguments["drop_tokens"],
+        "random_token_selection": arguments["use_rts"],
+        "sample_second_expert": arguments["top2_2nd_expert_sampling"],
+        "noisy_logits": arguments["noisy_gate_policy"] == "RSample",
+    }
 
 
 def _check_policy(policy: object) -> None:
