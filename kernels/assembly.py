@@ -121,8 +121,8 @@ def _code_figures(program: Program) -> dict[str, Any]:
     accesses = [item.access for item in program.instructions if item.access is not None]
     loop = _hottest(program)
     return {
-        "loads": Counter(data_loads(program.instructions, loops=False)),
-        "stores": Counter(access.bytes_per_lane for access in accesses if access.kind == "store"),
+        "loads": dict(Counter(data_loads(program.instructions, loops=False))),
+        "stores": dict(Counter(access.bytes_per_lane for access in accesses if access.kind == "store")),
         "hot_loop": loop,
     }
 
@@ -147,5 +147,5 @@ def _loop_figures(loop: Sequence[Instruction]) -> HotLoop:
         matrix_units=sum(item.multiply_adds for item in matrix) / UNIT,
         vector_instructions=sum(item.mnemonic.startswith("v_") and not item.multiply_adds for item in loop),
         accvgpr_moves=sum(item.mnemonic.startswith("v_accvgpr_") for item in loop),
-        loads=Counter(data_loads(loop, loops=True)),
+        loads=dict(Counter(data_loads(loop, loops=True))),
     )
