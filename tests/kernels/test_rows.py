@@ -174,8 +174,16 @@ def test_programs_in_any_order_give_the_same_bits(program_order):
 def test_rows_that_are_not_contiguous():
     plan = Plan(random_ids(9, 4, 2))
     x, rows = torch.randn(20, 9).t(), torch.randn(20, plan.num_rows).t()
-    assert torch.equal(triton_kernels.gather_rows(x, plan.slots, 2), reference.gather_rows(x, plan.slots, 2))
-    assert torch.equal(triton_kernels.combine_rows(rows, plan.places_TK), reference.combine_rows(rows, plan.places_TK))
+    slots, places = plan.slots.repeat_interleave(2)[::2], plan.places_TK.t().contiguous().t()
+    weights = torch.rand(1).expand(plan.num_rows)
+    offsets = torch.tensor([0, -1, 3, -1, plan.num_rows, -1]).int()[::2]
+    for name, given in [
+        ("gather_rows", (x, slots, 2, weights)),
+        ("combine_rows", (rows, places)),
+        ("row_dot", (rows, x, slots, 2)),
+        ("segment_sums", (rows, offsets)),
+    ]:
+        assert_close(getattr(triton_kernels, name)(*given), getattr(reference, name)(*given), what=name)
 
 
 @pytest.mark.parametrize(
