@@ -284,9 +284,9 @@ def _cases() -> Iterator[Case]:
     yield Case(name="segment_sums", run=partial(_segment_sums, gathered=False))
     yield Case(name="segment_sums_gathered", run=partial(_segment_sums, gathered=True))
     for activation in ("swiglu", "gelu"):
-        bias = activation == "gelu"
         yield Case(name=f"activation_forward_{activation}", run=partial(_activation_forward, activation=activation))
         yield Case(name=f"activation_backward_{activation}", run=partial(_activation_backward, activation=activation))
+    for activation, bias in (("swiglu", False), ("gelu", True)):
         yield Case(name=f"forward_{activation}", run=partial(_forward_activated, activation=activation, bias=bias))
         yield Case(name=f"dgrad_{activation}", run=partial(_dgrad_activated, activation=activation, bias=bias))
     yield Case(name="forward", run=partial(_forward, bias=False))

@@ -19,7 +19,15 @@ from rich.table import Table
 Row = Any
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_WIDTH = 190  # of tables that are not written to a terminal
+_WIDTH = 220  # of tables that are not written to a terminal
+_ORDER = ("GROUP_M", "GROUP_OUT", "NUM_XCD", "ADVANCE")
+_BRIEF = {
+    "num_warps": "w",
+    "num_stages": "s",
+    "matrix_instr_nonkdim": "mfma",
+    "waves_per_eu": "waves",
+    "use_in_thread_transpose": "transpose",
+}
 
 
 def report(
@@ -106,8 +114,8 @@ def _print_tables(rows: Sequence[Row]) -> None:
 
 def _table(arch: str, rows: Sequence[Row]) -> Table:
     is_amd = arch.startswith("gfx")
-    table = Table(title=arch)
-    for heading in ("kernel", "case", "dtype", "configuration"):
+    table = Table(title=arch, caption="configuration: blocks, w warps, s stages, compiler options")
+    for heading in ("kernel", "case", "dtype", "shape", "configuration"):
         table.add_column(heading, overflow="fold")
     registers = ("VGPR+AGPR", "SGPR") if is_amd else ("registers",)
     loop = ("MFMA", "share") if is_amd else ("mma",)
@@ -120,16 +128,14 @@ def _table(arch: str, rows: Sequence[Row]) -> Table:
 
 def _names(row: Row) -> list[str]:
     mark = "" if row.default else " (candidate)"
-    return [row.kernel, row.case + mark, row.dtype, configuration(row)]
+    return [row.kernel, row.case + mark, row.dtype, row.shape, configuration(row)]
 
 
 def configuration(row: Row) -> str:
-    """``128x128x32, 8 warps, 2 stages, kpack 2``: block sizes first."""
-    config = dict(row.config)
-    warps, stages = config.pop("num_warps", 0), config.pop("num_stages", 0)
+    """``128x128x32 w8 s2 mfma16 kpack2``: block sizes, warps, stages, options; not what only orders the tiles."""
+    config = {name: value for name, value in row.config.items() if name not in _ORDER}
     blocks = "x".join(str(config.pop(name)) for name in list(config) if name.startswith("BLOCK_"))
-    others = [f"{name.lower()} {value}" for name, value in config.items()]
-    return ", ".join([part for part in (blocks, f"{warps} warps", f"{stages} stages", *others) if part])
+    return " ".join([blocks, *(f"{_BRIEF.get(name, name.lower())}{value:d}" for name, value in config.items())]).strip()
 
 
 def _figures(row: Row) -> list[str]:
