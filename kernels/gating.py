@@ -27,6 +27,7 @@ from .gating_tiles import (
     load_used,
     mask_bytes,
     number_of,
+    power_of,
     program_tokens,
     rank_of,
     softmax_parts,
@@ -204,7 +205,7 @@ def _gate_forward_kernel(
         # The logits of the chosen are in the cache: loading them is cheaper than finding them in the tile.
         places = (tl.cast(token, tl.int64) * num_experts)[:, None] + tl.maximum(picked, 0)
         x = tl.load(logits + places, mask=choices, other=0.0)
-        raws = tl.sigmoid(x) if SIGMOID else tl.exp(x - largest[:, None]) * scale_down[:, None]
+        raws = tl.sigmoid(x) if SIGMOID else power_of(x, largest) * scale_down[:, None]
         raws = tl.where(choices & (picked >= 0), raws, 0.0)
         factor = tl.full((BLOCK_T,), 1.0, tl.float32) * scale
         if NORMALIZE:
@@ -274,8 +275,11 @@ def gate_forward(
     num_tokens, num_experts = logits_TE.shape
     given = ids_TK is not None
     columns = _columns(num_experts, rule, given=given)
-    op = "gate_forward" if columns["GROUPS"] == 1 else "gate_forward_grouped"
-    config = gate_config(op, logits_TE, columns=columns["WIDTH"], padded=columns["PADDED"])
+    biased = bias_E is not None and not given
+    # A softmax, its bias and groups are the most that a tile has to hold at once.
+    op = "gate_forward_held" if biased and rule.grouped else "gate_forward"
+    dear = columns["PADDED"] or (biased and rule.score_function == "softmax")
+    config = gate_config(op, logits_TE, columns=columns["WIDTH"], dear=dear)
     programs = Programs.of(num_tokens, num_parts, config)
     ids = (
         logits_TE.new_empty((num_tokens, rule.top_k), dtype=torch.int32)
@@ -293,7 +297,7 @@ def gate_forward(
             grid=(programs.total,),
             arguments=dict(
                 logits=logits_TE,
-                bias=None if given or bias_E is None else bias_E.float().contiguous(),
+                bias=bias_E.float().contiguous() if bias_E is not None and not given else None,
                 used=mask_bytes(used_T),
                 ids_in=ids if given else None,
                 ids_out=None if given else ids,
@@ -314,9 +318,7 @@ def gate_forward(
                 **columns,
             ),
             config=config,
-            cost=_forward_cost(
-                logits_TE, rule, programs, bias=bias_E is not None, mask=used_T is not None, given=given
-            ),
+            cost=_forward_cost(logits_TE, rule, programs, bias=biased, mask=used_T is not None, given=given),
         )
     )
     return Gating(ids_TK=ids, weights_TK=weights_TK, **_sums(counts_PE, shares_PE, z_P, programs, num_parts))
@@ -340,7 +342,7 @@ def _forward_cost(
     return Cost(
         bytes_read=4 * logits_TE.numel()
         + 4 * slots * (1 + given)
-        + (4 * programs.tiles * num_experts if bias and not given else 0)
+        + (4 * programs.tiles * num_experts if bias else 0)
         + (num_tokens if mask else 0),
         bytes_written=4 * slots * (2 - given) + programs.total * (8 * num_experts + 4 * rule.z_sums),
         flops=8 * logits_TE.numel(),

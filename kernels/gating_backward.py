@@ -40,6 +40,7 @@ def _gate_backward_kernel(
     NORMALIZE: tl.constexpr,
     Z_SUMS: tl.constexpr,
     WIDTH: tl.constexpr,
+    CHOICES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     TILES: tl.constexpr,
 ):
@@ -51,7 +52,7 @@ def _gate_backward_kernel(
     Example: softmax scores [1/2, 1/2], top_k 1, not normalised, gradient 1 of expert 0's weight: [1/4, -1/4].
     """
     part, first, end = program_tokens(part_tokens, part_programs, BLOCK_T, TILES)
-    expert = tl.arange(0, WIDTH)
+    expert, place = tl.arange(0, WIDTH), tl.arange(0, CHOICES)
     valid = expert < num_experts
     grad_share = tl.load(grad_shares + tl.cast(part, tl.int64) * num_experts + expert, mask=valid, other=0.0)
     if Z_SUMS:
@@ -60,6 +61,19 @@ def _gate_backward_kernel(
         token = start + tl.arange(0, BLOCK_T)
         inside = token < end
         counted = load_used(used, token, inside)
+        slots = (tl.cast(token, tl.int64) * top_k)[:, None] + place[None, :]
+        choices = inside[:, None] & (place < top_k)[None, :]
+        picked = tl.cast(tl.load(ids + slots, mask=choices, other=-1), tl.int32)
+        weights = tl.load(grad_weights + slots, mask=choices, other=0.0)
+        upstream = tl.zeros((BLOCK_T, WIDTH), tl.float32)
+        chosen = tl.zeros((BLOCK_T, WIDTH), tl.int32)
+        for choice in range(top_k):
+            found = tl.max(tl.where(place[None, :] == choice, picked, -1), 1)
+            weight = tl.sum(tl.where(place[None, :] == choice, weights, 0.0), 1)
+            hit = expert[None, :] == found[:, None]
+            upstream = tl.where(hit, weight[:, None], upstream)
+            chosen = tl.where(hit, 1, chosen)
+
         x = load_logits(logits, token, inside, expert, valid, num_experts)
         if not SIGMOID or Z_SUMS:
             largest, powers, total = softmax_parts(x)
@@ -73,15 +87,6 @@ def _gate_backward_kernel(
         else:
             scores = softmax
 
-        slots = tl.cast(token, tl.int64) * top_k
-        upstream = tl.zeros((BLOCK_T, WIDTH), tl.float32)
-        chosen = tl.zeros((BLOCK_T, WIDTH), tl.int32)
-        for choice in range(top_k):
-            found = tl.cast(tl.load(ids + slots + choice, mask=inside, other=-1), tl.int32)
-            weight = tl.load(grad_weights + slots + choice, mask=inside, other=0.0)
-            hit = expert[None, :] == found[:, None]
-            upstream = tl.where(hit, weight[:, None], upstream)
-            chosen = tl.where(hit, 1, chosen)
         upstream *= scale
         if NORMALIZE:
             raw_total = tl.sum(tl.where(chosen != 0, scores, 0.0), 1)
@@ -141,6 +146,7 @@ def gate_backward(
                 NORMALIZE=rule.normalize,
                 Z_SUMS=rule.z_sums,
                 WIDTH=width,
+                CHOICES=triton.next_power_of_2(rule.top_k),
             ),
             config=config,
             cost=Cost(

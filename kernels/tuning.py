@@ -254,8 +254,8 @@ def _gate(arch: str, dtype: torch.dtype, width: int) -> Config:
     return Config(blocks={"BLOCK_T": block, "TILES": max(1, 32 // block)}, num_warps=num_warps)
 
 
-def _gate_grouped(arch: str, dtype: torch.dtype, width: int) -> Config:
-    """Held to 64 vector registers, which the compiler by itself passes by 8."""
+def _gate_held(arch: str, dtype: torch.dtype, width: int) -> Config:
+    """Held to 64 vector registers, which the compiler left alone passes by 8 in some forms of these kernels."""
     options = {"waves_per_eu": 8} if is_amd(arch) else {}
     return replace(_gate(arch, dtype, width), options=options)
 
@@ -323,7 +323,7 @@ _ROW_OPS = {
     "grouped_dgrad": _dgrad,
     "grouped_dgrad_activated": _dgrad_activated,
     "gate_forward": _gate,
-    "gate_forward_grouped": _gate_grouped,
+    "gate_forward_held": _gate_held,
     "gate_backward": _gate,
     "gate_sums": _gate_sums,
     "top_k_ids": _gate,
