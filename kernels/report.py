@@ -192,14 +192,14 @@ def _row(call: Launch, task: Task, shape: Shape, *, default: bool, seen: set[str
     )
     try:
         compiled = compile_launch(call, task.arch)
+        if compiled.metadata["hash"] in seen:
+            return None
+        seen.add(compiled.metadata["hash"])
+        if task.dump is not None:
+            _write(Path(task.dump), row, compiled, number=len(seen))
+        figures = figures_of(compiled)
     except Exception as error:  # whatever a compiler pass raises is a finding about this kernel alone
         return dataclasses.replace(row, error=f"{type(error).__name__}: {error}")
-    if compiled.metadata["hash"] in seen:
-        return None
-    seen.add(compiled.metadata["hash"])
-    if task.dump is not None:
-        _write(Path(task.dump), row, compiled, number=len(seen))
-    figures = figures_of(compiled)
     waves = waves_per_simd(
         task.arch, registers=figures.vgprs, lds_bytes=compiled.shared_bytes, num_warps=call.config.num_warps
     )

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from . import tuning_cache
+from .occupancy import LIMITS
 from .tuning import INTERPRETER, Config, config_for, forcing, is_amd, keep_winner, only_defaults
 
 logger = logging.getLogger(__name__)
 
-LDS_BYTES = {"gfx90a": 65536, "gfx942": 65536, "gfx950": 163840, "sm_80": 166912, "sm_90": 232448}
+LDS_BYTES = {arch: limits.workgroup_lds_bytes for arch, limits in LIMITS.items()}
 # Warps of a compute unit that give each of its four schedulers (SIMDs) two.
 _WARPS_OF_TWO_A_SIMD = 8
 # fp32 sums a lane may hold: half of its registers, of 256 on AMD with two waves a SIMD and of 255 on NVIDIA.

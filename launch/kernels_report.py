@@ -144,7 +144,7 @@ def _figures(row: Row) -> list[str]:
     loop = figures.hot_loop
     cells = [f"{figures.vgprs - figures.agprs}+{figures.agprs}", str(figures.sgprs)]
     cells = cells if row.arch.startswith("gfx") else [str(figures.vgprs)]
-    cells += [str(figures.spills), str(figures.scratch_bytes), f"{row.lds_bytes / 1024:.1f}", f"{row.waves:g}"]
+    cells += [str(figures.spills), str(figures.scratch_bytes), f"{row.lds_bytes / 1024:.3g}", f"{row.waves:g}"]
     cells.append("" if loop is None else str(loop.matrix_instructions))
     if row.arch.startswith("gfx"):
         cells.append("" if row.mfma_share is None else f"{row.mfma_share:.0%}")

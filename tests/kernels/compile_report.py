@@ -1,7 +1,7 @@
 """Compiles cases of the report, and prints one JSON line for each row. tests/kernels/test_report.py starts it.
 
-Standard input holds a JSON list of objects with ``case``, ``arch`` and ``dtype``; with ``op`` and ``changes`` as well,
-the one candidate of the search for ``op`` is forced that differs from the default in ``changes`` alone.
+Standard input holds a JSON list of objects with ``case``, ``arch`` and ``dtype``. With ``op`` as well the default of
+that kernel is forced with ``changes`` to it, which must be one of the search's candidates if ``candidate`` is true.
 
 TRITON_INTERPRET must not be set.
 """
@@ -24,20 +24,20 @@ from xmoe.kernels.tuning_search import candidates
 
 def compile_one(wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
     task = Task(case=wanted["case"], arch=wanted["arch"], dtype=wanted["dtype"])
-    forced = forcing({wanted["op"]: candidate(**wanted)}) if "op" in wanted else contextlib.nullcontext()
+    forced = forcing({wanted["op"]: changed(**wanted)}) if "op" in wanted else contextlib.nullcontext()
     with forced:
         return [as_dict(row) for row in run_task(task)]
 
 
-def candidate(*, op: str, arch: str, dtype: str, changes: Mapping[str, Any], **_others: Any) -> Config:
+def changed(*, op: str, arch: str, dtype: str, changes: Mapping[str, Any], candidate: bool, **_others: Any) -> Config:
     default, *others = candidates(op, arch=arch, dtype=getattr(torch, dtype))
     wanted = dataclasses.replace(
         default,
         blocks={**default.blocks, **changes.get("blocks", {})},
         **{name: value for name, value in changes.items() if name != "blocks"},
     )
-    (found,) = [config for config in others if config == wanted]
-    return found
+    assert not candidate or wanted in others
+    return wanted
 
 
 def as_dict(row: Row) -> dict[str, Any]:

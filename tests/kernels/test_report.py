@@ -158,13 +158,8 @@ class TestDefaults:
 @pytest.mark.timeout(300)
 def test_mfma_share_with_transposition_inside_threads(cache: Path):
     wanted = [
-        {
-            "case": case,
-            "arch": "gfx90a",
-            "dtype": "bfloat16",
-            "op": op,
-            "changes": {"knobs": {"use_in_thread_transpose": True}, **changes},
-        }
+        dict(case=case, arch="gfx90a", dtype="bfloat16", op=op, candidate=True)
+        | {"changes": {"knobs": {"use_in_thread_transpose": True}, **changes}}
         for case, op, changes, _share in TRANSPOSED
     ]
     shares = {case: share for case, _op, _changes, share in TRANSPOSED}
@@ -174,6 +169,22 @@ def test_mfma_share_with_transposition_inside_threads(cache: Path):
         assert row["config"]["use_in_thread_transpose"] is True
         assert row["violations"] == []
         assert row["mfma_share"] >= shares[row["case"]], row["case"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_configurations_that_break_limits_are_found(cache: Path):
+    """Rows too long for the registers of one wave, and steps too long for LDS, which Triton compiles all the same."""
+    rows_of_one_wave = {"blocks": {"BLOCK_D": 8192}, "num_warps": 1}
+    planted = [
+        dict(case="row_dot", arch="gfx942", dtype="bfloat16", op="row_dot", changes=rows_of_one_wave),
+        dict(case="dgrad", arch="gfx942", dtype="bfloat16", op="grouped_dgrad", changes={"blocks": {"BLOCK_K": 256}}),
+    ]
+    found = compile_rows([{**each, "candidate": False} for each in planted], cache)
+    findings = {row["case"]: " ".join(row["violations"]) for row in found}
+    assert re.search(r"spills [1-9]\d* vector .*uses [1-9]\d* bytes of scratch", findings["row_dot"])
+    assert "needs 131072 bytes of LDS, a workgroup has at most 65536" in findings["dgrad"]
+    assert "runs 0 waves per SIMD, fewer than 2" in findings["dgrad"]
 
 
 def jit_kernels() -> set[str]:
