@@ -100,24 +100,3 @@ def gate_tokens(
         share_sums_BE=share_sums_BE,
         z_sums_B=z_sums_B,
     )
-
-
-class _SelectSlots(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weights_TK: Tensor, slot_ids: Tensor) -> Tensor:
-        ctx.save_for_backward(slot_ids)
-        ctx.shape = weights_TK.shape
-        return weights_TK.reshape(-1).index_select(0, slot_ids)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (slot_ids,) = ctx.saved_tensors
-        grad_flat = grad.new_zeros(ctx.shape.numel())
-        grad_flat[slot_ids.long()] = grad
-        return grad_flat.view(ctx.shape), None
-
-
-def select_slots(weights_TK: Tensor, slot_ids: Tensor) -> Tensor:
-    """``weights.flatten()[slot_ids]`` for distinct slot ids (int32), which alone are kept for backward."""
-    return _SelectSlots.apply(weights_TK, slot_ids)
