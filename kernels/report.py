@@ -216,7 +216,7 @@ def figures_of(compiled: Compiled) -> Figures:
 def violations(row: Row) -> list[str]:
     """What of a default configuration breaks a limit, as sentences."""
     if row.figures is None:
-        return [f"does not compile: {row.error}"]
+        return [f"does not compile: {' '.join(row.error.split())}"]
     figures, limit = row.figures, LIMITS[row.arch].workgroup_lds_bytes
     is_gemm = row.op in GEMM_OPS
     found = []

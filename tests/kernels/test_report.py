@@ -312,13 +312,15 @@ def test_a_default_that_breaks_a_limit_ends_in_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     spills = row(case="planted", figures=figures(vgpr_spills=2))
-    monkeypatch.setattr(report, "run", planted(row(), spills, row(case="candidate", waves=1.0, default=False)))
+    fails = row(case="broken", figures=None, error="CompilationError: at 1:2\n  [/x]\n")
+    monkeypatch.setattr(report, "run", planted(row(), fails, spills, row(case="candidate", waves=1.0, default=False)))
     code, out, err = run_command(capsys, monkeypatch, "--kernel", "gather", "--picture", str(tmp_path / "map.png"))
     assert code == 1
     assert "planted" in out
-    assert err.splitlines()[-1] == (
-        "grouped_dgrad (planted, bfloat16, T1) on gfx90a spills 2 vector and 0 scalar registers"
-    )
+    assert err.splitlines()[-2:] == [
+        "grouped_dgrad (broken, bfloat16, T1) on gfx90a does not compile: CompilationError: at 1:2 [/x]",
+        "grouped_dgrad (planted, bfloat16, T1) on gfx90a spills 2 vector and 0 scalar registers",
+    ]
     assert "candidate" not in err
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
