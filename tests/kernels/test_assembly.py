@@ -1,4 +1,4 @@
-"""Reading assembly: loops, matrix instructions, widths, resources, and how many waves fit.
+"""Reading assembly: the hot loop, matrix instructions, widths and resources.
 
 Every expected number is counted by hand in the snippet beside it.
 """
@@ -6,7 +6,6 @@ Every expected number is counted by hand in the snippet beside it.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 
 import pytest
 
@@ -14,8 +13,7 @@ from xmoe.kernels.assembly import Figures, HotLoop, common_width, read_amdgcn, r
 from xmoe.kernels.assembly_amdgcn import read_metadata, read_program
 from xmoe.kernels.assembly_ptx import parse_resources
 from xmoe.kernels.assembly_ptx import read_program as read_ptx_program
-from xmoe.kernels.control_flow import Instruction, Loop, Program, data_loads, find_loops
-from xmoe.kernels.occupancy import LIMITS, waves_per_simd
+from xmoe.kernels.control_flow import data_loads, find_loops
 
 METADATA = """
 \t.amdgpu_metadata
@@ -60,69 +58,6 @@ def loop_of(code: str) -> HotLoop:
     found = read_amdgcn(amdgcn(code)).hot_loop
     assert found is not None
     return found
-
-
-def branch(target: str, *, falls_through: bool = True) -> Instruction:
-    return Instruction(mnemonic="branch", target=target, falls_through=falls_through)
-
-
-def flow(*lines: str | Instruction) -> Program:
-    """A program of labels (``"x:"``), plain instructions and branches."""
-    instructions: list[Instruction] = []
-    labels = {}
-    for line in lines:
-        if isinstance(line, Instruction):
-            instructions.append(line)
-        elif line.endswith(":"):
-            labels[line[:-1]] = len(instructions)
-        else:
-            instructions.append(Instruction(mnemonic=line, falls_through=line != "end"))
-    return Program(instructions=instructions, labels=labels)
-
-
-def members(loops: Sequence[Loop]) -> list[list[int]]:
-    return sorted(sorted(loop.members) for loop in loops)
-
-
-class TestLoops:
-    def test_straight_code_and_forward_branches_have_none(self):
-        assert find_loops(flow()) == []
-        assert find_loops(flow("a", branch("x"), "b", "x:", "c", "end")) == []
-
-    def test_one_block(self):
-        assert members(find_loops(flow("a", "x:", "b", branch("x"), "end"))) == [[1, 2]]
-
-    def test_header_at_the_bottom(self):
-        """Entered by a jump to its test, as compilers rotate loops: the lowest address is not where it starts."""
-        program = flow(branch("test", falls_through=False), "body:", "a", "test:", "b", branch("body"), "end")
-        (loop,) = find_loops(program)
-        assert loop.header == 2
-        assert sorted(loop.members) == [1, 2, 3]
-
-    def test_nested(self):
-        program = flow("outer:", "a", "inner:", "b", branch("inner"), "c", branch("outer"), "end")
-        assert members(find_loops(program)) == [[0, 1, 2, 3, 4], [1, 2]]
-
-    def test_branches_inside_belong_to_the_loop(self):
-        program = flow("x:", "a", branch("skip"), "b", "skip:", "c", branch("x"), "end")
-        assert members(find_loops(program)) == [[0, 1, 2, 3, 4]]
-
-    def test_two_back_edges_to_one_header_are_one_loop(self):
-        program = flow("x:", "a", branch("x"), "b", branch("x"), "end")
-        assert members(find_loops(program)) == [[0, 1, 2, 3]]
-
-    def test_a_block_laid_out_after_the_exit_belongs_to_the_loop(self):
-        program = flow("x:", "a", branch("far"), "end", "far:", "b", branch("x", falls_through=False))
-        assert members(find_loops(program)) == [[0, 1, 3, 4]]
-
-    def test_a_backward_jump_into_code_that_is_left_is_no_loop(self):
-        """Backward in the text only: no path leads round."""
-        program = flow(branch("start", falls_through=False), "out:", "end", "start:", "a", branch("out"), "end")
-        assert find_loops(program) == []
-
-    def test_unreached_code_makes_no_loop(self):
-        program = flow("a", "end", "dead:", "b", branch("dead", falls_through=False))
-        assert find_loops(program) == []
 
 
 class TestHotLoop:
@@ -456,42 +391,3 @@ class TestPtx:
             \tld.global.v4.b32 { %r2, %r3, %r4, %r5 }, [ %rd3 + 0 ];
             """)
         assert figures.loads == {16: 1}
-
-
-@pytest.mark.parametrize(
-    ("arch", "registers", "lds_bytes", "num_warps", "waves"),
-    [
-        pytest.param("gfx90a", 64, 0, 4, 8, id="512 / 64 = 8"),
-        pytest.param("gfx90a", 65, 0, 4, 7, id="65 rounds up to 72, 512 / 72 = 7.1"),
-        pytest.param("gfx90a", 8, 0, 4, 8, id="never more than 8"),
-        pytest.param("gfx90a", 132, 0, 4, 3, id="136: 3.8"),
-        pytest.param("gfx90a", 132, 0, 8, 2, id="two waves of a workgroup on each SIMD: 3 hold one workgroup"),
-        pytest.param("gfx90a", 104, 16 * 1024, 4, 4, id="4 by registers, 4 by LDS"),
-        pytest.param("gfx90a", 104, 16 * 1024 + 1, 4, 3, id="one byte more: 16896, 3 by LDS"),
-        pytest.param("gfx90a", 32, 24 * 1024, 8, 4, id="2 workgroups of 8 waves by LDS"),
-        pytest.param("gfx942", 32, 64 * 1024, 4, 1, id="one workgroup has all of the LDS"),
-        pytest.param("gfx942", 32, 64 * 1024 + 1, 4, 0, id="more LDS than there is"),
-        pytest.param("gfx942", 264, 0, 8, 0, id="272: 1 wave, but a workgroup needs 2"),
-        pytest.param("gfx942", 64, 0, 1, 8, id="workgroups of one wave fill all four SIMDs"),
-        pytest.param("gfx942", 64, 24 * 1024, 1, 0.5, id="two workgroups of one wave on four SIMDs"),
-        pytest.param("gfx942", 64, 4096, 2, 8, id="16 workgroups by LDS, 2 waves each, on 4 SIMDs"),
-        pytest.param("gfx950", 178, 65 * 1024, 4, 2, id="184: 2 by registers; 66560 of 163840: 2 by LDS"),
-        pytest.param("gfx950", 32, 16 * 1024 + 1, 4, 9 - 1, id="17920 with granule 1280: 9 by LDS, 8 by hardware"),
-        pytest.param("gfx950", 32, 32 * 1024, 4, 4, id="33280 with granule 1280: 4 by LDS, not 5"),
-        pytest.param("sm_80", 32, 0, 4, 16, id="64 warps on four schedulers"),
-        pytest.param("sm_80", 168, 0, 4, 3, id="16384 / (168 * 32) = 3.05"),
-        pytest.param("sm_80", 169, 0, 4, 2, id="176: 2.9"),
-        pytest.param("sm_80", 255, 81 * 1024, 8, 2, id="81 + 1 KB twice is all of 164 KB; 2 warps by registers"),
-        pytest.param("sm_80", 128, 81 * 1024, 8, 4, id="2 blocks of 8 warps by shared memory"),
-        pytest.param("sm_80", 128, 82 * 1024, 8, 2, id="83 KB twice is too much"),
-        pytest.param("sm_90", 84, 73728, 8, 4, id="88: 5 warps, 2 blocks; 73 KB: 3 blocks"),
-        pytest.param("sm_90", 16, 0, 1, 8, id="at most 32 blocks, of one warp each"),
-    ],
-)
-def test_waves_per_simd(arch: str, registers: int, lds_bytes: int, num_warps: int, waves: float):
-    assert waves_per_simd(arch, registers=registers, lds_bytes=lds_bytes, num_warps=num_warps) == waves
-
-
-def test_what_a_workgroup_may_have_of_the_lds():
-    found = {arch: limits.workgroup_lds_bytes // 1024 for arch, limits in LIMITS.items()}
-    assert found == {"gfx90a": 64, "gfx942": 64, "gfx950": 160, "sm_80": 163, "sm_90": 227}
