@@ -39,7 +39,7 @@ def row(third: str = "", own: str = "", lazy: str = "") -> Row:
 
 LAYER_BASE = (
     "config topology layout placement cost kernels types groups replay ops balance router_settings router permute "
-    "experts dispatch"
+    "experts dispatch sequence_shard"
 )
 
 TABLE: dict[str, Row] = {
@@ -64,18 +64,18 @@ TABLE: dict[str, Row] = {
     "xmoe.ops": row("torch", "kernels"),
     "xmoe.balance": row("torch", "kernels ops"),
     "xmoe.router_settings": row("torch", "kernels config balance"),
-    "xmoe.router": row("torch", "types kernels ops replay balance router_settings"),
+    "xmoe.router": row("torch", "types kernels ops replay balance router_settings sequence_shard"),
     "xmoe.permute": row("torch", "types kernels ops config"),
     "xmoe.experts": row("torch", "types kernels ops config"),
     "xmoe.dispatch": row("torch", "types ops groups placement topology cost config replay"),
     "xmoe.layer": row("torch", LAYER_BASE),
-    "xmoe.sequence_shard": row("torch", LAYER_BASE + " layer"),
+    "xmoe.sequence_shard": row("torch", "ops"),
     "xmoe.shuffle": row("torch numpy", "types ops groups placement topology"),
     "xmoe.disagg": row("torch", LAYER_BASE + " layer"),
     "xmoe.metrics": row("torch", "types layer"),
     "xmoe.integrations": row(
         "torch deepspeed packaging transformers megatron",
-        LAYER_BASE + " layer sequence_shard shuffle disagg metrics",
+        LAYER_BASE + " layer shuffle disagg metrics",
     ),
     # The reference model is written like a user's: it takes the layer through the public adapter.
     "xmoe.models": row("torch", "config layer integrations"),

@@ -18,6 +18,7 @@ from .ops._backend import KernelChoice, use_kernels
 from .permute import permute
 from .replay import Decisions, decisions_for
 from .router import TopKRouter
+from .sequence_shard import SequenceShard, TokenSplit
 from .types import DispatchPlan, Routing
 
 
@@ -62,6 +63,7 @@ class RoutedMLP(nn.Module):
         self.shared_mlp = shared_mlp
         self.shared_gate = shared_gate
         self.dispatcher: Dispatcher = dispatcher if dispatcher is not None else LocalDispatcher()
+        self.sequence_shard: SequenceShard | None = None
         self.kernels: KernelChoice = "auto"
         self.zero_routed_output = False
         self.counters = self._fresh_counters()
@@ -69,36 +71,52 @@ class RoutedMLP(nn.Module):
     def set_dispatcher(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
 
+    def set_sequence_shard(self, shard: SequenceShard | None) -> None:
+        """From now on this rank computes its slice of the tokens, or, with None, all that it is given."""
+        self.sequence_shard = shard
+
     @torch.compiler.disable(recursive=True)
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """``(output, aux_loss, selected_per_expert)`` for ``hidden_states`` of shape ``[..., D]``.
 
         For a loss per sequence the last dimension but one runs over the tokens of a sequence.
         ``used_token`` ``[...]`` (or flat): tokens that are 0 or False there take no routed expert. Any number of
-        tokens works, none too, and may differ from rank to rank; every rank of the group must make the call.
+        tokens works, none too, and may differ from rank to rank; every rank of the group must make the call. Under a
+        sequence shard its ranks give the same tokens and get the same results, loss and selections.
         """
         decide = decisions_for(self)
-        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        num_sequences = math.prod(hidden_states.shape[:-2])
+        split = self._split(hidden_states, num_sequences)
+        own, used = split.own(hidden_states), split.own_mask(used_token)
+        x_TD = own.reshape(-1, own.shape[-1])
         with use_kernels(self.kernels):
-            routing = self.gate(x_TD, used_token, num_sequences=math.prod(hidden_states.shape[:-2]), decide=decide)
+            routing = split.call(self.gate, x_TD, used, num_sequences=num_sequences, decide=decide, split=split)
             buffer = permute(routing, decide=decide)
             plan = decide(lambda: self.dispatcher.plan(buffer))
             rows = self.dispatcher.dispatch(x_TD, buffer, plan)
             y_RD = self.experts(rows, plan, decide=decide)
             out_TD = self.dispatcher.combine(y_RD, buffer, plan)
         self._count(routing, plan, decide, row_bytes=x_TD.shape[1] * x_TD.element_size())
-        output = out_TD.view_as(hidden_states)
+        output = out_TD.view_as(own)
         if self.zero_routed_output:
             output = output * 0.0
-        return self._add_shared(output, hidden_states), routing.aux_loss, routing.selected_per_expert_E
+        output = split.whole(self._add_shared(output, own, split), hidden_states)
+        return output, routing.aux_loss, routing.selected_by_batch_E
 
-    def _add_shared(self, output: Tensor, hidden_states: Tensor) -> Tensor:
+    def _split(self, hidden_states: Tensor, num_sequences: int) -> TokenSplit:
+        if self.sequence_shard is None:
+            return TokenSplit()
+        modules = [module for module in (self.gate, self.shared_mlp, self.shared_gate) if module is not None]
+        num_parts = self.gate.num_parts(num_sequences)
+        return self.sequence_shard.split(hidden_states, num_parts=num_parts, modules=modules)
+
+    def _add_shared(self, output: Tensor, own: Tensor, split: TokenSplit) -> Tensor:
         if self.shared_mlp is None:
             return output
-        shared = self.shared_mlp(hidden_states)
+        shared = split.call(self.shared_mlp, own)
         shared = shared[0] if isinstance(shared, tuple) else shared
         if self.shared_gate is not None:
-            shared = shared * self.shared_gate(hidden_states).sigmoid()
+            shared = shared * split.call(self.shared_gate, own).sigmoid()
         return output + shared
 
     def _fresh_counters(self) -> LoadCounters:
@@ -108,7 +126,7 @@ class RoutedMLP(nn.Module):
     def _count(self, routing: Routing, plan: DispatchPlan, decide: Decisions, *, row_bytes: int) -> None:
         if decide.replaying or not self.gate.trains(decide):
             return
-        self.gate.count_step(routing.selected_per_expert_E)
+        self.gate.count_step(routing.selected_by_batch_E)
         counters = self.counters
         counters.selected_E = counters.selected_E + routing.selected_per_expert_E
         counters.routed_E = counters.routed_E + routing.tokens_per_expert_E

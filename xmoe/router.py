@@ -26,17 +26,23 @@ from .ops._backend import kernels_for
 from .ops.routing import gate_tokens, router_logits
 from .replay import Decisions, fresh_decisions
 from .router_settings import RouterSettings, check_settings
+from .sequence_shard import TokenSplit
 from .types import Routing
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Selection:
-    """The router's decision. ``balance`` is what the load-balancing loss takes as constant."""
+    """The router's decision. ``balance`` is what the load-balancing loss takes as constant.
+
+    ``num_counted``  tokens counted in the losses' means, a scalar; of all ranks that share the batch, as ``balance``
+    """
 
     ids_TK: Tensor
     selected_per_expert_E: Tensor
+    selected_by_all_E: Tensor
     tokens_per_expert_E: Tensor
     balance: BalanceLoads
+    num_counted: Tensor
 
 
 class TopKRouter(nn.Module):
@@ -115,35 +121,46 @@ class TopKRouter(nn.Module):
         *,
         num_sequences: int = 1,
         decide: Decisions | None = None,
+        split: TokenSplit | None = None,
     ) -> Routing:
         """Routes ``x_TD``. ``used_token_T``: tokens that are zero or False there take no expert.
 
         ``num_sequences`` equal sequences lie one after the other in ``x_TD``. ``decide`` runs the selection, or
-        returns the recorded one (see ``xmoe.replay``).
+        returns the recorded one (see ``xmoe.replay``). ``split`` says of which batch these are this rank's tokens.
         """
         decide = fresh_decisions() if decide is None else decide
+        split = TokenSplit() if split is None else split
         with torch.autocast(x_TD.device.type, enabled=False):
-            return self._route(x_TD, self._mask(used_token_T, x_TD.shape[0]), num_sequences, decide)
+            return self._route(x_TD, self._mask(used_token_T, x_TD.shape[0]), num_sequences, decide, split)
+
+    def num_parts(self, num_sequences: int) -> int:
+        """Into how many equal parts the losses divide the tokens of ``num_sequences`` sequences."""
+        return num_sequences if self.settings.aux_loss_scope == "sequence" else 1
 
     def trains(self, decide: Decisions) -> bool:
         """Whether this forward is a training forward, or its first run under activation checkpointing."""
         return self.training and (torch.is_grad_enabled() or decide.recorded)
 
-    def _route(self, x_TD: Tensor, used_T: Tensor | None, num_sequences: int, decide: Decisions) -> Routing:
+    def _route(
+        self, x_TD: Tensor, used_T: Tensor | None, num_sequences: int, decide: Decisions, split: TokenSplit
+    ) -> Routing:
         settings = self.settings
         # Random draws stand outside of the decision, so that a recompute moves the generator as the forward did.
         if self.training and settings.input_jitter:
             x_TD = x_TD.to(accumulator_dtype(x_TD.dtype))
-            x_TD = x_TD * _uniform(x_TD, 1 - settings.input_jitter, 1 + settings.input_jitter)
+            x_TD = x_TD * split.draw(
+                partial(_uniform, low=1 - settings.input_jitter, high=1 + settings.input_jitter), x_TD
+            )
         logits_TE = router_logits(x_TD, self.wg.weight)
-        noise = self._draw(logits_TE)
+        noise = self._draw(logits_TE, split)
         counted_T = None if settings.strict_compat else used_T
-        num_parts = num_sequences if settings.aux_loss_scope == "sequence" else 1
+        num_parts = self.num_parts(num_sequences)
         tokens_B = _tokens(logits_TE, counted_T, num_parts)
         gate = partial(gate_tokens, logits_TE, used_T=counted_T, num_parts=num_parts)
 
         def gate_anew(rule: GateRule) -> Gating:
-            return gate(rule, bias_E=self.correction_bias, ids_TK=self._ids_chosen_here(logits_TE, noise, used_T))
+            ids_TK = self._ids_chosen_here(logits_TE, noise, used_T, split)
+            return gate(rule, bias_E=self.correction_bias, ids_TK=ids_TK)
 
         # Where nothing will be dropped, one launch decides, weighs and sums.
         gating = None if decide.replaying or settings.drop_tokens else gate_anew(settings.gate_rule)
@@ -151,7 +168,8 @@ class TopKRouter(nn.Module):
         @torch.no_grad()
         def select() -> _Selection:
             wanted = gate_anew(settings.scores_rule) if gating is None else gating
-            return self._select(wanted, logits_TE, noise, self._loads(wanted, gate, tokens_B))
+            kept_TK = self._keep(wanted, noise, split)
+            return self._select(wanted, kept_TK, self._balance_counts(wanted, gate), tokens_B, split)
 
         selection = decide(select)
         if gating is None:
@@ -160,8 +178,9 @@ class TopKRouter(nn.Module):
             topk_ids_TK=selection.ids_TK,
             topk_weights_TK=gating.weights_TK,
             selected_per_expert_E=selection.selected_per_expert_E,
+            selected_by_all_E=selection.selected_by_all_E,
             tokens_per_expert_E=selection.tokens_per_expert_E,
-            aux_loss=self._aux_loss(gating, tokens_B, selection.balance),
+            aux_loss=split.total_loss(self._aux_loss(gating, selection)),
         )
 
     def _mask(self, used_token_T: Tensor | None, num_tokens: int) -> Tensor | None:
@@ -171,54 +190,76 @@ class TopKRouter(nn.Module):
             raise ValueError(f"used_token has {used_token_T.numel()} entries for {num_tokens} tokens")
         return used_token_T.reshape(-1) != 0
 
-    def _draw(self, logits_TE: Tensor) -> _Noise:
+    def _draw(self, logits_TE: Tensor, split: TokenSplit) -> _Noise:
         """The random numbers this forward's selection uses, in DeepSpeed's order of drawing."""
         settings, noise = self.settings, _Noise()
         active = self.training or settings.strict_compat
         unbiased = self.correction_bias is None  # noise on logits would undo a bias on scores
         if settings.top_k == 1:
             if settings.noisy_logits and self.training and unbiased:
-                noise.gumbel_TE = _gumbel(logits_TE)
+                noise.gumbel_TE = split.draw(_gumbel, logits_TE)
             if settings.drops_by == "random" and active and (settings.drop_tokens or settings.strict_compat):
-                noise.priority_TE = _uniform(logits_TE, 0.0, 1.0)
+                noise.priority_TE = split.draw(_uniform, logits_TE)
             return noise
         if settings.top_k == 2 and settings.sample_second_expert and active and unbiased:
-            noise.gumbel_TE = _gumbel(logits_TE)
+            noise.gumbel_TE = split.draw(_gumbel, logits_TE)
         if settings.drops_by == "random" and settings.drop_tokens and self.training:
-            noise.priority_TE = _uniform(logits_TE, 0.0, 1.0)
+            noise.priority_TE = split.draw(_uniform, logits_TE)
         return noise
 
-    def _loads(self, wanted: Gating, gate: Callable[..., Gating], tokens_B: Tensor) -> BalanceLoads:
-        """What the load-balancing loss takes as constant, from the selections before any capacity drop."""
-        settings, counts_BE = self.settings, wanted.counts_BE
+    def _balance_counts(self, wanted: Gating, gate: Callable[..., Gating]) -> Tensor:
+        """``[B, E]``: the selections that the load-balancing loss counts, before any capacity drop."""
+        settings = self.settings
         if settings.aux_loss_scope == "sequence":
             if self.correction_bias is not None or settings.num_expert_groups is not None:
                 # DeepSeek-V3, eq. 18: what the scores alone would select.
-                counts_BE = gate(replace(settings.scores_rule, num_groups=1, num_limited=1)).counts_BE
-        elif self.last_step_counts is not None:
-            if self.steps_end:
-                return loads_of_step(self.last_step_counts, tokens_B, top_k=settings.top_k)
-        elif settings.top_k == 2:
-            counts_BE = kernels_for(wanted.weights_TK).count_ids(wanted.ids_TK[:, :1], self.num_experts)[None]
-        return loads_of_parts(counts_BE, tokens_B)
+                return gate(replace(settings.scores_rule, num_groups=1, num_limited=1)).counts_BE
+        elif self.last_step_counts is None and settings.top_k == 2:
+            return kernels_for(wanted.weights_TK).count_ids(wanted.ids_TK[:, :1], self.num_experts)[None]
+        return wanted.counts_BE
 
-    def _select(self, wanted: Gating, logits_TE: Tensor, noise: _Noise, loads: BalanceLoads) -> _Selection:
-        """The decision ``wanted``, less the assignments that find their expert's capacity used up."""
-        settings, ids_TK = self.settings, wanted.ids_TK
+    def _select(
+        self, wanted: Gating, kept_TK: Tensor, counts_BE: Tensor, tokens_B: Tensor, split: TokenSplit
+    ) -> _Selection:
+        """The decision, with loads over all tokens of the batch, whichever rank's."""
         selected_E = tokens_E = wanted.counts_BE.sum(dim=0)
-        if settings.drop_tokens and ids_TK.numel():
-            capacity = settings.capacity(ids_TK.shape[0], self.num_experts, training=self.training)
-            ids_TK = ids_TK.masked_fill(self._places(wanted, logits_TE, noise, capacity) >= capacity, -1)
-            tokens_E = selected_E.clamp(max=capacity)
-        return _Selection(ids_TK=ids_TK, selected_per_expert_E=selected_E, tokens_per_expert_E=tokens_E, balance=loads)
+        if kept_TK is not wanted.ids_TK:
+            tokens_E = kernels_for(wanted.weights_TK).count_ids(kept_TK, self.num_experts)
+        selected_by_all_E, counts_BE, tokens_B = split.totals(selected_E, counts_BE, tokens_B)
+        if self.last_step_counts is not None and self.steps_end:
+            loads = loads_of_step(self.last_step_counts, tokens_B, top_k=self.settings.top_k)
+        else:
+            loads = loads_of_parts(counts_BE, tokens_B)
+        return _Selection(
+            ids_TK=kept_TK,
+            selected_per_expert_E=selected_E,
+            selected_by_all_E=selected_by_all_E,
+            tokens_per_expert_E=tokens_E,
+            balance=loads,
+            num_counted=tokens_B.sum(),
+        )
+
+    def _keep(self, wanted: Gating, noise: _Noise, split: TokenSplit) -> Tensor:
+        """``wanted.ids_TK``, -1 where an assignment finds its expert's capacity used up, by tokens of whatever rank."""
+        settings, ids_TK = self.settings, wanted.ids_TK
+        num_tokens = split.num_tokens(ids_TK.shape[0]) if settings.drop_tokens else 0
+        if not num_tokens:
+            return ids_TK
+        capacity = settings.capacity(num_tokens, self.num_experts, training=self.training)
+        priorities_TK = split.whole_values(self._priorities(wanted, noise))
+        places_TK = split.own_values(self._places(split.whole_values(ids_TK), priorities_TK, capacity))
+        return ids_TK.masked_fill(places_TK >= capacity, -1)
 
     @torch.no_grad()
-    def _ids_chosen_here(self, logits_TE: Tensor, noise: _Noise, used_T: Tensor | None) -> Tensor | None:
+    def _ids_chosen_here(
+        self, logits_TE: Tensor, noise: _Noise, used_T: Tensor | None, split: TokenSplit
+    ) -> Tensor | None:
         """``[T, K]``, best first, where noise or another rule chooses; None where the gating kernel does."""
         settings, kernels = self.settings, kernels_for(logits_TE)
         if settings.force_balance:
-            slots = torch.arange(logits_TE.shape[0] * settings.top_k, device=logits_TE.device)
-            ids_TK = (slots % self.num_experts).view(-1, settings.top_k)
+            tokens_T = split.own_ids(logits_TE.shape[0], logits_TE.device)
+            slots_TK = tokens_T[:, None] * settings.top_k + torch.arange(settings.top_k, device=logits_TE.device)
+            ids_TK = slots_TK % self.num_experts
         elif noise.gumbel_TE is not None:
             ids_TK = self._choose_with_noise(logits_TE, noise.gumbel_TE)
         elif settings.strict_compat:
@@ -255,38 +296,43 @@ class TopKRouter(nn.Module):
             num_counted=rule.num_counted,
         )
 
-    def _places(self, wanted: Gating, logits_TE: Tensor, noise: _Noise, capacity: int) -> Tensor:
-        """Place of each assignment in its expert's queue; those at capacity and beyond are dropped."""
+    def _priorities(self, wanted: Gating, noise: _Noise) -> Tensor:
+        """``[T, K]``: of assignments over capacity those of highest priority are kept, of equal ones the first."""
         settings, ids_TK = self.settings, wanted.ids_TK
         if settings.drops_by == "probs":
-            priorities = wanted.weights_TK  # the scores
-        elif noise.priority_TE is not None:
-            priorities = noise.priority_TE.gather(1, ids_TK.clamp(min=0).long())
-        elif settings.top_k == 1 and settings.strict_compat:
+            return wanted.weights_TK  # the scores
+        if noise.priority_TE is not None:
+            return noise.priority_TE.gather(1, ids_TK.clamp(min=0).long())
+        if settings.top_k == 2:
+            # GShard fills the buffers with every token's first choice before any second choice.
+            return -torch.arange(2, device=ids_TK.device).expand_as(ids_TK)
+        return torch.zeros_like(ids_TK)
+
+    def _places(self, ids_TK: Tensor, priorities_TK: Tensor, capacity: int) -> Tensor:
+        """Place of each assignment in its expert's queue; those at capacity and beyond are dropped."""
+        settings = self.settings
+        if settings.drops_by == "position" and settings.top_k == 1 and settings.strict_compat:
             # DeepSpeed's positions are whatever topk makes of equal numbers.
             gather = ids_TK.clamp(min=0).long()
-            chosen_TE = torch.zeros_like(logits_TE, dtype=torch.int64).scatter_(1, gather, (ids_TK >= 0).long())
+            chosen_TE = torch.zeros((len(ids_TK), self.num_experts), dtype=torch.int64, device=ids_TK.device)
+            chosen_TE.scatter_(1, gather, (ids_TK >= 0).long())
             kept = chosen_TE.topk(min(capacity, len(ids_TK)), dim=0).indices
             return capacity * (1 - torch.zeros_like(chosen_TE).scatter_(0, kept, 1).gather(1, gather))
-        elif settings.top_k == 2:
-            # GShard fills the buffers with every token's first choice before any second choice.
-            priorities = -torch.arange(2, device=ids_TK.device).expand_as(ids_TK)
-        else:
-            priorities = torch.zeros_like(ids_TK)
-        return kernels_for(logits_TE).ranks_within_expert(ids_TK, priorities, self.num_experts)
+        return kernels_for(priorities_TK).ranks_within_expert(ids_TK, priorities_TK, self.num_experts)
 
-    def _aux_loss(self, gating: Gating, tokens_B: Tensor, loads: BalanceLoads) -> Tensor:
+    def _aux_loss(self, gating: Gating, selection: _Selection) -> Tensor:
         """``aux_loss_coefficient * E / K' * balancing_loss + z_loss_coefficient * mean(logsumexp^2)``, a scalar.
 
         Shares are softmax scores, or sigmoid scores over their sum. K' is K, but 1 for DeepSpeed's loss at k = 2,
-        where only first choices count. Without tokens the loss is 0 and stays connected to the graph.
+        where only first choices count. Without tokens the loss is 0 and stays connected to the graph. Loads and means
+        are those of the whole batch, scores those of this rank's tokens: the losses of its ranks add up to the whole.
         """
         settings = self.settings
         choices = 1 if settings.top_k == 2 and settings.aux_loss_scope == "micro_batch" else settings.top_k
-        loss = balancing_loss(gating.share_sums_BE, loads)
+        loss = balancing_loss(gating.share_sums_BE, selection.balance)
         loss = loss * (settings.aux_loss_coefficient * self.num_experts / choices)
         if settings.z_loss_coefficient:
-            mean_square = gating.z_sums_B.sum() / tokens_B.sum().clamp(min=1)
+            mean_square = gating.z_sums_B.sum() / selection.num_counted.clamp(min=1)
             loss = loss + settings.z_loss_coefficient * mean_square
         return loss
 
@@ -338,5 +384,5 @@ def _gumbel(like: Tensor) -> Tensor:
     return torch.distributions.Gumbel(zero, one).rsample(like.shape)
 
 
-def _uniform(like: Tensor, low: float, high: float) -> Tensor:
+def _uniform(like: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
     return torch.distributions.Uniform(like.new_tensor(low), like.new_tensor(high)).rsample(like.shape)

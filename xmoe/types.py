@@ -36,6 +36,8 @@ class Routing:
     ``topk_weights_TK``        float32 (float64 in a float64 model) with gradient; combine weight of each slot, 0
                                where dropped or masked
     ``selected_per_expert_E``  int64; slots that selected each expert, before any capacity drop
+    ``selected_by_all_E``      int64; the same of all ranks that share one batch of tokens (``xmoe.sequence_shard``);
+                               None where this rank has all of it
     ``tokens_per_expert_E``    int64; slots kept: ``tokens_per_expert_E[x] == (topk_ids_TK == x).sum()``
     ``aux_loss``               scalar of the weights' dtype, with gradient: the weighted auxiliary losses
     """
@@ -45,6 +47,12 @@ class Routing:
     selected_per_expert_E: Tensor
     tokens_per_expert_E: Tensor
     aux_loss: Tensor
+    selected_by_all_E: Tensor | None = None
+
+    @property
+    def selected_by_batch_E(self) -> Tensor:
+        """Selections by all tokens of the batch, whichever rank's."""
+        return self.selected_per_expert_E if self.selected_by_all_E is None else self.selected_by_all_E
 
     def __post_init__(self) -> None:
         assert self.topk_ids_TK.shape == self.topk_weights_TK.shape

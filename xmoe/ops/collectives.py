@@ -110,6 +110,16 @@ def sum_over_ranks(values: Tensor, exchange: Exchange) -> Tensor:
     return total
 
 
+def gather_over_ranks(values: Tensor, exchange: Exchange) -> Tensor:
+    """``values`` of every rank, ``[W, *values.shape]``, in rank order; the same shape on all. Not differentiable."""
+    world = dist.get_world_size(exchange.group)
+    found = values.new_empty(world * values.numel())
+    # gloo gathers into a flat buffer from a flat tensor only.
+    work = dist.all_gather_into_tensor(found, values.reshape(-1), group=exchange.group, async_op=True)
+    finish(work, exchange, on_host=values.device.type == "cpu")
+    return found.view(world, *values.shape)
+
+
 def exchange_counts(counts: Tensor, exchange: Exchange) -> Tensor:
     """Equal all-to-all of an integer ``[W * n]`` tensor: row w goes to rank w; returns what each rank sent."""
     received = torch.empty_like(counts)
