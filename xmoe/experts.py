@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .kernels.reference import Activation, ExpertWeights, accumulator_dtype
 from .ops.expert_mlp import expert_mlp
-from .types import DispatchPlan, Rows
+from .types import ExpertPlan, Rows
 
 # Names of (gate, up, down) or of (up, down) under which the field's models keep their linear layers.
 _GATED_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -112,7 +112,7 @@ class Experts(nn.Module):
         return mlps
 
     def forward(
-        self, rows: Rows, plan: DispatchPlan, *, decide: Callable[[Callable[[], Any]], Any] = _decide_now
+        self, rows: Rows, plan: ExpertPlan, *, decide: Callable[[Callable[[], Any]], Any] = _decide_now
     ) -> Tensor:
         """``y_RD``: for each row the weighted sum of its assignments' experts, in the rows' dtype.
 
@@ -149,7 +149,7 @@ class Experts(nn.Module):
             map(_is_altered, expert.modules())
         )
 
-    def _loop(self, rows: Rows, plan: DispatchPlan) -> Tensor:
+    def _loop(self, rows: Rows, plan: ExpertPlan) -> Tensor:
         """Any module, called as DeepSpeed calls it: on ``[1, n, D]``, of a tuple result the first element.
 
         Every expert is called, without rows too: hooks of its parameters then fire on every rank alike.

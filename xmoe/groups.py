@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import socket
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +13,10 @@ import torch.distributed as dist
 
 # Groups compare by identity; a destroyed one leaves, so that another at its address is warmed in its turn.
 _WARM: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_HOSTS: weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]] = weakref.WeakKeyDictionary()
+_PARTS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def raise_together(error: Exception | None) -> None:
@@ -72,3 +78,29 @@ def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
     dist.all_to_all_single(received, ones, group=group)
     if int(received.sum()) != ones.numel():
         raise RuntimeError(f"the expert-parallel group of rank {dist.get_rank()} exchanges wrong data")
+
+
+def host_names(group: dist.ProcessGroup) -> list[str]:
+    """The host name of each rank of the group, in its order; gathered once. A collective of the group."""
+    if group not in _HOSTS:
+        names: list[str] = [""] * dist.get_world_size(group)
+        dist.all_gather_object(names, socket.gethostname(), group=group)
+        _HOSTS[group] = names
+    return _HOSTS[group]
+
+
+def part_of_group(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
+    """A group of these ranks of ``group``, this one among them, in the order of ``group``; warm, and made once.
+
+    A collective of the new group's ranks alone: parts of different groups, and of different pipeline stages, are
+    made at their own times.
+    """
+    parts = _PARTS.setdefault(group, {})
+    key = tuple(ranks)
+    if key not in parts:
+        members = [dist.get_global_rank(group, rank) for rank in ranks]
+        if members != sorted(members):
+            raise ValueError(f"ranks {members} of the job must ascend: torch numbers the ranks of a group so")
+        parts[key] = dist.new_group(members, backend=dist.get_backend(group), use_local_synchronization=True)
+        warm_up(parts[key], device)
+    return parts[key]

@@ -19,7 +19,7 @@ from .permute import permute
 from .replay import Decisions, decisions_for
 from .router import TopKRouter
 from .sequence_shard import SequenceShard, TokenSplit
-from .types import DispatchPlan, Routing
+from .types import ExpertPlan, Routing
 
 
 @dataclass
@@ -123,7 +123,7 @@ class RoutedMLP(nn.Module):
         zeros_E = torch.zeros_like(self.gate.step_counts)
         return LoadCounters(selected_E=zeros_E, routed_E=zeros_E.clone())
 
-    def _count(self, routing: Routing, plan: DispatchPlan, decide: Decisions, *, row_bytes: int) -> None:
+    def _count(self, routing: Routing, plan: ExpertPlan, decide: Decisions, *, row_bytes: int) -> None:
         if decide.replaying or not self.gate.trains(decide):
             return
         self.gate.count_step(routing.selected_by_batch_E)

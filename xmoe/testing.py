@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .types import DispatchPlan
+from .types import ExpertPlan
 
 # Bounds on (max, RMS) of |error| / max(RMS of the reference, |reference|), against float64 from the same rounded
 # inputs. Measured at D=512, F=256, E=8 with float32 accumulation, then given room: float32 2.7e-6 / 4.1e-7, float16
@@ -79,7 +79,7 @@ def dense_oracle(x_TD: Tensor, *, experts: list[nn.Module], topk_ids_TK: Tensor,
 
 
 def assignments_of(row_ids_M: Tensor, num_rows: int) -> Tensor:
-    """``DispatchPlan.assignments_RK`` of these row ids, by a loop: int32, filled up with M, which is no assignment.
+    """``ExpertPlan.assignments_RK`` of these row ids, by a loop: int32, filled up with M, which is no assignment.
 
     Example: row ids [2, 0, 2] of 3 rows gives [[1, 3], [3, 3], [0, 2]].
     """
@@ -91,7 +91,7 @@ def assignments_of(row_ids_M: Tensor, num_rows: int) -> Tensor:
     return torch.tensor(padded, dtype=torch.int32, device=row_ids_M.device).view(num_rows, width)
 
 
-def check_assignments(plan: DispatchPlan, num_rows: int) -> None:
+def check_assignments(plan: ExpertPlan, num_rows: int) -> None:
     """Compares both sides of a plan, host and device. Raises AssertionError."""
     num_assignments = plan.row_ids_M.numel()
     assert plan.counts_e.tolist() == plan.tokens_per_local_expert

@@ -1,6 +1,6 @@
 """The data that flows through one mixture-of-experts layer.
 
-    router -> Routing -> permute -> TokenBuffer -> dispatcher.plan -> DispatchPlan
+    router -> Routing -> permute -> TokenBuffer -> dispatcher.plan -> ExpertPlan
            -> dispatch -> Rows -> experts -> combine
 
 Every arrow makes one new frozen object; nothing is mutated. A plan is made once per forward, is used by
@@ -89,17 +89,29 @@ class TokenBuffer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DispatchPlan:
-    """Where every row goes, decided once per forward. Holds the results of the layer's one device-to-host sync.
+class ExpertPlan:
+    """What a rank's experts compute, decided once per forward: the part of every dispatcher's plan that they read.
 
-    ``num_rows``        N, rows this rank sends (one for each kept slot)
-    ``send_splits``     W integers; rows for each rank of the group, in rank order; ``sum == N``
-    ``recv_splits``     W integers; rows from each rank; ``sum == R``
     ``row_ids_M``       int32; received row of each assignment, assignments sorted by local expert
     ``assignments_RK``  int32; the assignments of each row: ``row_ids_M[assignments_RK[r, k]] == r`` for every entry
                         in ``[0, M)``, each m occurs once, and entries outside are none. At most K to a row
     ``counts_e``        int64 on the device; assignments of each local expert, ``sum == M``
     ``tokens_per_local_expert`` the same e integers on the host
+    """
+
+    row_ids_M: Tensor
+    assignments_RK: Tensor
+    counts_e: Tensor
+    tokens_per_local_expert: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchPlan(ExpertPlan):
+    """Where every row goes when nothing is passed on: the local and the flat dispatcher's plan.
+
+    ``num_rows``        N, rows this rank sends (one for each kept slot)
+    ``send_splits``     W integers; rows for each rank of the group, in rank order; ``sum == N``
+    ``recv_splits``     W integers; rows from each rank; ``sum == R``
 
     With the local dispatcher nothing is sent: rows are the tokens themselves, R = T, and an assignment's row is
     the token of its slot: ``assignments_RK`` are the places of a token's slots, those of dropped slots being M or
@@ -109,10 +121,23 @@ class DispatchPlan:
     num_rows: int
     send_splits: list[int]
     recv_splits: list[int]
-    row_ids_M: Tensor
-    assignments_RK: Tensor
-    counts_e: Tensor
-    tokens_per_local_expert: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Rows that one direction of a forward moves, as one rank sees it, from its plan's numbers on the host.
+
+    ``to_self``, ``inside_node``, ``between_nodes``  rows this rank sends, by the links they take, all hops together;
+                      ranks whose nodes are not known are taken to have one each
+    ``received``      rows it receives from other ranks
+    ``assigned``      N, the rows that one row for each assignment would take
+    """
+
+    to_self: int
+    inside_node: int
+    between_nodes: int
+    received: int
+    assigned: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xmoe.dispatch.flat import FlatDispatcher, _expert_major
+from xmoe.dispatch.flat import FlatDispatcher
 from xmoe.dispatch.local import LocalDispatcher
 from xmoe.experts import Experts
 from xmoe.layer import RoutedMLP
@@ -28,16 +28,6 @@ def exchange(**options):
 
     options = {"label": "blocks.3.moe", "timeout_s": 20.0} | options
     return Exchange(group=dist.group.WORLD, **options)
-
-
-def test_expert_major_lists_ranks_within_experts():
-    assert _expert_major(torch.tensor([[1, 2], [3, 0]]), num_rows=6).tolist() == [0, 3, 4, 5, 1, 2]
-    counts = torch.randint(0, 4, (3, 5))
-    rows = iter(range(int(counts.sum())))
-    by_pair = {(w, e): [next(rows) for _ in range(int(counts[w, e]))] for w in range(3) for e in range(5)}
-    expected = [row for e in range(5) for w in range(3) for row in by_pair[w, e]]
-    assert _expert_major(counts, num_rows=int(counts.sum())).tolist() == expected
-    assert _expert_major(torch.zeros(2, 2, dtype=torch.int64), num_rows=0).tolist() == []
 
 
 # Dispatch alone: a row says which token of which rank it is, so that any misroute changes a number.

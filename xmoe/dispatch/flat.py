@@ -11,22 +11,29 @@ results is kept for backward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.collectives import Exchange, all_to_all, exchange_counts
 from ..ops.gather import combine_rows, gather_rows, inverse_permutation
-from ..types import DispatchPlan, Rows, TokenBuffer
+from ..types import DispatchPlan, Rows, TokenBuffer, Traffic
+from .blocks import transpose_blocks
 
 
 class FlatDispatcher:
-    """Dispatch over one expert-parallel group; rank w owns experts ``w*e .. w*e + e - 1``."""
+    """Dispatch over one expert-parallel group; rank w owns experts ``w*e .. w*e + e - 1``.
 
-    def __init__(self, exchange: Exchange) -> None:
+    ``nodes`` are the nodes of the group's ranks, for traffic metrics; by default each rank has one of its own.
+    """
+
+    def __init__(self, exchange: Exchange, *, nodes: Sequence[int] | None = None) -> None:
         self.exchange = exchange
         self.num_ranks = dist.get_world_size(exchange.group)
         self.rank = dist.get_rank(exchange.group)
+        self.nodes = tuple(nodes) if nodes is not None else tuple(range(self.num_ranks))
 
     def plan(self, buffer: TokenBuffer) -> DispatchPlan:
         """Exchanges the counts, then reads both sides' to the host at once."""
@@ -37,7 +44,7 @@ class FlatDispatcher:
         sent, received = both
         recv_splits = [sum(counts) for counts in received]
         received_We = received_WE.view(self.num_ranks, num_local)
-        row_ids_M = _expert_major(received_We, num_rows=sum(recv_splits))
+        row_ids_M = transpose_blocks(received_We, num_rows=sum(recv_splits))
         return DispatchPlan(
             num_rows=sum(map(sum, sent)),
             send_splits=[sum(counts) for counts in sent],
@@ -66,19 +73,17 @@ class FlatDispatcher:
     def rows_sent_away(self, plan: DispatchPlan) -> int:
         return plan.num_rows - plan.send_splits[self.rank]
 
+    def traffic(self, plan: DispatchPlan) -> Traffic:
+        node = self.nodes[self.rank]
+        inside = sum(rows for rows, other in zip(plan.send_splits, self.nodes, strict=True) if other == node)
+        return Traffic(
+            to_self=plan.send_splits[self.rank],
+            inside_node=inside - plan.send_splits[self.rank],
+            between_nodes=plan.num_rows - inside,
+            received=sum(plan.recv_splits) - plan.recv_splits[self.rank],
+            assigned=plan.num_rows,
+        )
+
 
 def _places_TK(buffer: TokenBuffer) -> Tensor:
     return buffer.places_S.view(buffer.num_tokens, buffer.top_k)
-
-
-def _expert_major(counts_We: Tensor, *, num_rows: int) -> Tensor:
-    """int32 ``[R]``: rows that lie by rank, then expert, listed by expert, then rank.
-
-    Example: 2 ranks, 2 experts, counts [[1, 2], [3, 0]] gives [0, 3, 4, 5, 1, 2].
-    """
-    counts = counts_We.reshape(-1)
-    starts_eW = (counts.cumsum(0) - counts).view_as(counts_We).t().reshape(-1)
-    counts_eW = counts_We.t().reshape(-1)
-    shift_eW = starts_eW - (counts_eW.cumsum(0) - counts_eW)
-    places = torch.arange(num_rows, device=counts.device)
-    return (places + torch.repeat_interleave(shift_eW, counts_eW, output_size=num_rows)).to(torch.int32)

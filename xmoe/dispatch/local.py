@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..types import DispatchPlan, Rows, TokenBuffer
+from ..types import DispatchPlan, Rows, TokenBuffer, Traffic
 
 
 class LocalDispatcher:
@@ -31,3 +31,6 @@ class LocalDispatcher:
 
     def rows_sent_away(self, plan: DispatchPlan) -> int:
         return 0
+
+    def traffic(self, plan: DispatchPlan) -> Traffic:
+        return Traffic(to_self=plan.num_rows, inside_node=0, between_nodes=0, received=0, assigned=plan.num_rows)

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ..ops.collectives import Exchange, sum_over_ranks
 from ..ops.gather import inverse_permutation
-from ..types import DispatchPlan, Rows, TokenBuffer
+from ..types import ExpertPlan, Rows, TokenBuffer, Traffic
 from .base import Dispatcher
 
 
@@ -29,21 +29,24 @@ class SharedTokens:
         self.num_ranks = dist.get_world_size(exchange.group)
         self.rank = dist.get_rank(exchange.group)
 
-    def plan(self, buffer: TokenBuffer) -> DispatchPlan:
+    def plan(self, buffer: TokenBuffer) -> ExpertPlan:
         return self.inner.plan(self._share(buffer, buffer.combine_weights_S))
 
-    def dispatch(self, x_TD: Tensor, buffer: TokenBuffer, plan: DispatchPlan) -> Rows:
+    def dispatch(self, x_TD: Tensor, buffer: TokenBuffer, plan: ExpertPlan) -> Rows:
         exchange = self.exchange.named("sum of gradients")
         x_TD = _SumOfGradients.apply(x_TD, exchange)
         weights_S = _SumOfGradients.apply(buffer.combine_weights_S, exchange)
         return self.inner.dispatch(x_TD, self._share(buffer, weights_S), plan)
 
-    def combine(self, y_RD: Tensor, buffer: TokenBuffer, plan: DispatchPlan) -> Tensor:
+    def combine(self, y_RD: Tensor, buffer: TokenBuffer, plan: ExpertPlan) -> Tensor:
         out_TD = self.inner.combine(y_RD, self._share(buffer, buffer.combine_weights_S), plan)
         return _Sum.apply(out_TD, self.exchange.named("sum of results"))
 
-    def rows_sent_away(self, plan: DispatchPlan) -> int:
+    def rows_sent_away(self, plan: ExpertPlan) -> int:
         return self.inner.rows_sent_away(plan)
+
+    def traffic(self, plan: ExpertPlan) -> Traffic:
+        return self.inner.traffic(plan)
 
     def _share(self, buffer: TokenBuffer, weights_S: Tensor) -> TokenBuffer:
         """``buffer`` with the kept slots of this rank's tokens first, in expert order, and all others dropped."""

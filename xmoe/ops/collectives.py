@@ -128,8 +128,13 @@ def exchange_counts(counts: Tensor, exchange: Exchange) -> Tensor:
     return received
 
 
-def exchange_rows(rows: Tensor, send: Sequence[int], recv: Sequence[int], exchange: Exchange) -> Tensor:
-    """Uneven all-to-all of rows: ``send[w]`` rows go to rank w, ``recv[w]`` come from it. Not differentiable."""
+def exchange_rows(
+    rows: Tensor, send: Sequence[int], recv: Sequence[int], exchange: Exchange, *, out: Tensor | None = None
+) -> Tensor:
+    """Uneven all-to-all of rows: ``send[w]`` rows go to rank w, ``recv[w]`` come from it. Not differentiable.
+
+    They arrive in ``out`` where it is given, which is contiguous.
+    """
     send, recv = list(send), list(recv)
     guard = exchange.self_row_guard and (sum(send) == 0 or sum(recv) == 0)
     if guard:
@@ -138,12 +143,15 @@ def exchange_rows(rows: Tensor, send: Sequence[int], recv: Sequence[int], exchan
         rows = torch.cat([rows[:at], rows.new_zeros((1, *rows.shape[1:])), rows[at:]])
         send[own] += 1
         recv[own] += 1
-    received = rows.new_empty((sum(recv), *rows.shape[1:]))
+    received = out if out is not None and not guard else rows.new_empty((sum(recv), *rows.shape[1:]))
     work = dist.all_to_all_single(received, rows.contiguous(), recv, send, group=exchange.group, async_op=True)
     finish(work, exchange, on_host=rows.device.type == "cpu")
     if guard:
         at = sum(recv[:own])
         received = torch.cat([received[:at], received[at + 1 :]])
+        if out is not None:
+            out.copy_(received)
+            return out
     return received
 
 

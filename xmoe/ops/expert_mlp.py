@@ -98,7 +98,7 @@ def expert_mlp(
     """``y[r] = sum over m with row_ids[m] == r of down_e(weights[m] * act(up_e(x[r])))``, ``[R, D]`` in x's dtype.
 
     ``counts`` is on the host, ``counts_e`` the same on the device; ``assignments_RK`` lists the assignments of each
-    row (see ``DispatchPlan``). Differentiable in x, in the weights of the assignments and in every expert's weights;
+    row (see ``ExpertPlan``). Differentiable in x, in the weights of the assignments and in every expert's weights;
     under autocast everything runs in the inputs' own dtypes.
     """
     flat = _flatten(experts, len(counts))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...dispatch.base import Dispatcher
 from ...layer import RoutedMLP
-from ...types import DispatchPlan, Rows, TokenBuffer
+from ...types import ExpertPlan, Rows, TokenBuffer, Traffic
 
 if TYPE_CHECKING:
     from .moe import MOELayer
@@ -48,20 +48,23 @@ class _Timed:
     def __init__(self, dispatcher: Dispatcher, layer: MOELayer) -> None:
         self._dispatcher, self._layer = dispatcher, layer
 
-    def plan(self, buffer: TokenBuffer) -> DispatchPlan:
+    def plan(self, buffer: TokenBuffer) -> ExpertPlan:
         with measured(self._layer, FIRST_ALLTOALL_TIMER, "time_falltoall"):
             return self._dispatcher.plan(buffer)
 
-    def dispatch(self, x_TD: Tensor, buffer: TokenBuffer, plan: DispatchPlan) -> Rows:
+    def dispatch(self, x_TD: Tensor, buffer: TokenBuffer, plan: ExpertPlan) -> Rows:
         with measured(self._layer, FIRST_ALLTOALL_TIMER, "time_falltoall"):
             return self._dispatcher.dispatch(x_TD, buffer, plan)
 
-    def combine(self, y_RD: Tensor, buffer: TokenBuffer, plan: DispatchPlan) -> Tensor:
+    def combine(self, y_RD: Tensor, buffer: TokenBuffer, plan: ExpertPlan) -> Tensor:
         with measured(self._layer, SECOND_ALLTOALL_TIMER, "time_salltoall"):
             return self._dispatcher.combine(y_RD, buffer, plan)
 
-    def rows_sent_away(self, plan: DispatchPlan) -> int:
+    def rows_sent_away(self, plan: ExpertPlan) -> int:
         return self._dispatcher.rows_sent_away(plan)
+
+    def traffic(self, plan: ExpertPlan) -> Traffic:
+        return self._dispatcher.traffic(plan)
 
 
 @torch.compiler.disable(recursive=True)

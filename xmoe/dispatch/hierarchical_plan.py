@@ -1,0 +1,362 @@
+"""The plan of a hierarchical dispatch, in two steps around its exchange of counts. No rank waits here for another.
+
+    depart   where each slot of this rank's tokens goes, and what its peers must know of that
+    arrive   from what the peers sent: this rank's rows and assignments, and the rows it passes on
+
+Slots of one token share *rows*. A first hop leads from the token's rank to one GPU of each remote node it needs (its
+pilot there) and straight to the GPUs of its own node; a second one from the pilots to their nodes' other GPUs. A
+source knows the whole route of its tokens and numbers the rows of both hops for everybody, so two exchanges do: of
+counts, then of one int32 for each row passed on (which row) and one for each assignment (which row serves it).
+
+Rows of a first hop come by source, then token; those of a second by pilot, then source, then token. On a rank rows of
+the first hop lie before those of the second. Assignments are sorted by local expert, then source, then slot, as with
+every dispatcher. All is integers and reads nothing back from the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..ops.relay import Hop, Relay
+from ..topology import NodeLayout
+from ..types import ExpertPlan, TokenBuffer
+from .blocks import transpose_blocks
+from .pilots import choose_pilots, earlier_slots
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """A rank's place in its group, and how slots share rows. Index tensors lie on the layer's device.
+
+    ``per_gpu``            slots of a token whose experts share a GPU share a row
+    ``per_node``           slots of a token whose experts share a remote node share a row as far as that node
+    ``num_ranks``          W
+    ``num_places``         P, the ranks of a node among whom rows are passed on; 0 where there is no second hop
+    ``own_node``           this rank's node
+    ``node_of_rank_W1``    node of each rank, and G for rank W, which is none
+    ``place_of_rank_W1``   place of each rank among those of its node, 0 for rank W
+    ``neighbours_WP``      the ranks of each rank's node, by place
+    """
+
+    per_gpu: bool
+    per_node: bool
+    num_ranks: int
+    num_places: int
+    own_node: int
+    node_of_rank_W1: Tensor
+    place_of_rank_W1: Tensor
+    neighbours_WP: Tensor
+
+    @classmethod
+    def of(cls, layout: NodeLayout, rank: int, *, per_gpu: bool, per_node: bool, device: torch.device) -> Where:
+        def tensor(values: Any) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        per_node = per_node and layout.num_nodes > 1
+        num_places = layout.ranks_per_node if per_node and layout.ranks_per_node > 1 else 0
+        neighbours = [layout.members[node][:num_places] for node in layout.nodes]
+        return cls(
+            per_gpu=per_gpu,
+            per_node=per_node,
+            num_ranks=layout.num_ranks,
+            num_places=num_places,
+            own_node=layout.nodes[rank],
+            node_of_rank_W1=tensor([*layout.nodes, layout.num_nodes]),
+            place_of_rank_W1=tensor([*layout.places, 0]),
+            neighbours_WP=tensor(neighbours).view(layout.num_ranks, num_places),
+        )
+
+    def serving_width(self, top_k: int, num_local: int) -> int:
+        """The most assignments a row can have on its last rank."""
+        return min(top_k, num_local) if self.per_gpu or self.per_node else 1
+
+    def passing_width(self, top_k: int) -> int:
+        """The most ranks' or experts' results that can sum to one row on its pilot, the pilot's own counted as one."""
+        return min(top_k, self.num_places) if self.per_gpu else top_k
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departure:
+    """This rank's tokens before anything of them is known on the host.
+
+    ``slot_ids_S``    int32; the first slot of each row of the first hop, in the rows' order; then all other slots
+    ``places_S``      int32; its inverse
+    ``passed_on_S``   int32; for each row of the second hop, by pilot, then rank: ``row * width + n``, ``row`` being
+                      its place among the rows this rank sends that pilot, n >= 1 its place among that row's copies
+    ``served_S``      int32; for each assignment, by expert, then slot: ``row * width + n``, ``row`` being its row's
+                      place among those of this rank's tokens that reach its rank, n >= 0 its place in that row
+    ``first_W``       int64; rows of the first hop to each rank
+    ``second_WP``     int64; rows of the second hop from each rank to each place of its node
+    ``assigned_We``   int64; assignments of each expert
+    """
+
+    slot_ids_S: Tensor
+    places_S: Tensor
+    passed_on_S: Tensor
+    served_S: Tensor
+    first_W: Tensor
+    second_WP: Tensor
+    assigned_We: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class HierarchicalPlan(ExpertPlan):
+    """``relay`` moves the rows. Weights go straight to the experts' ranks, one for each assignment.
+
+    ``weight_splits_sent``, ``weight_splits_received``  assignments of each rank's experts and tokens: sums N and M
+    ``weight_ids_M``   int32; received weight of each assignment
+    """
+
+    relay: Relay
+    weight_splits_sent: list[int]
+    weight_splits_received: list[int]
+    weight_ids_M: Tensor
+
+    @property
+    def num_assigned(self) -> int:
+        """N, kept slots of this rank's tokens."""
+        return sum(self.weight_splits_sent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What the host must know, read in one piece: all W, P or e integers, in the order of ranks, places, experts.
+
+    ``first_*``, ``second_*``  rows of the hops; ``assigned_*`` assignments; ``reference_*`` int32s of the second
+    exchange; ``tokens_e`` assignments of each local expert
+    """
+
+    first_sent: list[int]
+    first_received: list[int]
+    second_sent: list[int]
+    second_received: list[int]
+    assigned_sent: list[int]
+    assigned_received: list[int]
+    references_sent: list[int]
+    references_received: list[int]
+    tokens_e: list[int]
+
+
+def experts_of_slots(buffer: TokenBuffer) -> Tensor:
+    """int64 ``[T, K]``: the expert of each slot, E where it has none."""
+    ends_E = buffer.tokens_per_expert_E.cumsum(0)
+    order_S = torch.arange(buffer.places_S.numel(), device=ends_E.device)
+    expert_S = torch.searchsorted(ends_E, order_S, right=True)
+    return expert_S[buffer.places_S].view(buffer.num_tokens, buffer.top_k)
+
+
+def depart(buffer: TokenBuffer, where: Where, kernels: Any) -> Departure:
+    """The route of every slot. ``kernels`` (``xmoe.kernels``, either form) counts and sorts."""
+    top_k, assigned_We = buffer.top_k, buffer.tokens_per_expert_E.view(where.num_ranks, -1)
+    rank_TK = experts_of_slots(buffer) // assigned_We.shape[1]
+    hop_TK = rank_TK
+    if where.per_node:
+        hop_TK = choose_pilots(rank_TK, where.node_of_rank_W1, own_node=where.own_node, kernels=kernels)
+    kept_TK = rank_TK < where.num_ranks
+    remote_TK = kept_TK & (where.node_of_rank_W1[rank_TK] != where.own_node)
+    second_TK = rank_TK != hop_TK
+    earlier_KK = earlier_slots(top_k, rank_TK.device)
+
+    # Whether slot k shares its first row, its second row, its last row with slot j: [T, k, j].
+    shares_TK1 = (kept_TK if where.per_gpu else kept_TK & remote_TK & where.per_node)[:, :, None]
+    first_TKK = shares_TK1 & (hop_TK[:, :, None] == hop_TK[:, None, :])
+    second_TKK = second_TK[:, :, None] & second_TK[:, None, :] & (rank_TK[:, :, None] == rank_TK[:, None, :])
+    second_TKK &= where.per_gpu
+    last_TKK = torch.where(second_TK[:, :, None], second_TKK, first_TKK & ~second_TK[:, None, :])
+
+    first = _Rows.of(first_TKK, earlier_KK, kept_TK, hop_TK, where.num_ranks, kernels)
+    way_TK = hop_TK * where.num_places + where.place_of_rank_W1[rank_TK]
+    second = _Rows.of(second_TKK, earlier_KK, second_TK, way_TK, where.num_ranks * where.num_places, kernels)
+    second_WP = second.counts.view(where.num_ranks, where.num_places)
+    row_TK = first.ref_TK
+    if where.num_places:
+        # A rank numbers the rows of one source: those of the first hop, then those each neighbour passes on.
+        blocks_WQ = torch.cat([first.counts[:, None], _received(second_WP, where)], dim=1)
+        before_WQ = pad(blocks_WQ.cumsum(1), (0, 0, 0, 1))
+        before_TK = before_WQ[rank_TK, where.place_of_rank_W1[hop_TK]]
+        row_TK = torch.where(second_TK, before_TK + second.ref_TK, row_TK)
+    served_TK = row_TK * where.serving_width(top_k, assigned_We.shape[1]) + (last_TKK & earlier_KK).sum(dim=2)
+    copy_TK = 1 + (second.leads_TK[:, None, :] & (hop_TK[:, :, None] == hop_TK[:, None, :]) & earlier_KK).sum(dim=2)
+    passed_on_TK = first.ref_TK * where.passing_width(top_k) + copy_TK
+    return Departure(
+        slot_ids_S=first.slot_ids_S,
+        places_S=first.places_S,
+        passed_on_S=passed_on_TK.view(-1)[second.slot_ids_S].to(torch.int32),
+        served_S=served_TK.view(-1)[buffer.slot_ids_S].to(torch.int32),
+        first_W=first.counts,
+        second_WP=second_WP,
+        assigned_We=assigned_We,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Rows of one hop: one for each set of slots that share one, led by the first of them.
+
+    ``slot_ids_S``, ``places_S``  leaders by way, then slot, then all other slots; and the inverse
+    ``counts``    rows of each way; ``ref_TK`` place of a slot's row among those of its way
+    """
+
+    leads_TK: Tensor
+    slot_ids_S: Tensor
+    places_S: Tensor
+    counts: Tensor
+    ref_TK: Tensor
+
+    @classmethod
+    def of(
+        cls, shares_TKK: Tensor, earlier_KK: Tensor, has_row_TK: Tensor, way_TK: Tensor, num_ways: int, kernels: Any
+    ) -> _Rows:
+        top_k = way_TK.shape[1]
+        slots_K = torch.arange(top_k, device=way_TK.device)
+        leader_TK = torch.where(shares_TKK & earlier_KK, slots_K, slots_K[:, None]).amin(dim=2)
+        leads_TK = has_row_TK & (leader_TK == slots_K)
+        if not num_ways:
+            zeros_TK = torch.zeros_like(way_TK)
+            order_S = torch.arange(way_TK.numel(), dtype=torch.int32, device=way_TK.device)
+            return cls(
+                leads_TK=leads_TK, slot_ids_S=order_S, places_S=order_S, counts=zeros_TK.new_empty(0), ref_TK=zeros_TK
+            )
+        ids_TK = torch.where(leads_TK, way_TK, -1).to(torch.int32)
+        slot_ids_S, places_S = kernels.sort_slots(ids_TK, num_ways)
+        counts = kernels.count_ids(ids_TK, num_ways)
+        starts = counts.cumsum(0) - counts
+        # A slot without a row may have any way: its entry means nothing.
+        start_TK = starts[torch.where(has_row_TK, way_TK, 0)]
+        ref_TK = places_S.view_as(way_TK).long().gather(1, leader_TK) - start_TK
+        return cls(leads_TK=leads_TK, slot_ids_S=slot_ids_S, places_S=places_S, counts=counts, ref_TK=ref_TK)
+
+
+def _received(second_WP: Tensor, where: Where) -> Tensor:
+    """int64 ``[W, P]``: rows that each rank gets from each place of its node, of those that pilots pass on."""
+    return second_WP[where.neighbours_WP, where.place_of_rank_W1[:-1, None]]
+
+
+def message_of(departure: Departure, where: Where) -> Tensor:
+    """int64 ``[W, 1 + 2P + e]``: what each rank must know of this rank's tokens; see :class:`Arrivals`."""
+    received_WP = _received(departure.second_WP, where)
+    return torch.cat([departure.first_W[:, None], departure.second_WP, received_WP, departure.assigned_We], dim=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrivals:
+    """The peers' messages, by source.
+
+    ``first_W``        rows that the first hop brings
+    ``passed_on_WP``   rows of the source's tokens that this rank passes on to each place
+    ``second_WP``      rows of the source's tokens that each place passes on to this rank
+    ``assigned_We``    assignments of each local expert
+    """
+
+    first_W: Tensor
+    passed_on_WP: Tensor
+    second_WP: Tensor
+    assigned_We: Tensor
+
+    @classmethod
+    def of(cls, messages_WC: Tensor, where: Where) -> Arrivals:
+        places = where.num_places
+        first_W1, passed_on_WP, second_WP, assigned_We = messages_WC.split(
+            [1, places, places, messages_WC.shape[1] - 1 - 2 * places], dim=1
+        )
+        return cls(first_W=first_W1[:, 0], passed_on_WP=passed_on_WP, second_WP=second_WP, assigned_We=assigned_We)
+
+
+def read_sizes(departure: Departure, arrivals: Arrivals) -> Sizes:
+    """Reads to the host all it needs: the layer's one device-to-host sync."""
+    sent_W, received_W = departure.assigned_We.sum(dim=1), arrivals.assigned_We.sum(dim=1)
+    parts = {
+        "first_sent": departure.first_W,
+        "first_received": arrivals.first_W,
+        "second_sent": arrivals.passed_on_WP.sum(dim=0),
+        "second_received": arrivals.second_WP.sum(dim=0),
+        "assigned_sent": sent_W,
+        "assigned_received": received_W,
+        "references_sent": departure.second_WP.sum(dim=1) + sent_W,
+        "references_received": arrivals.passed_on_WP.sum(dim=1) + received_W,
+        "tokens_e": arrivals.assigned_We.sum(dim=0),
+    }
+    numbers = iter(torch.cat(list(parts.values())).tolist())
+    return Sizes(**{name: [next(numbers) for _ in range(part.numel())] for name, part in parts.items()})
+
+
+def references_of(departure: Departure, sizes: Sizes) -> Tensor:
+    """int32; for each rank which rows it passes on, then which rows serve its assignments."""
+    num_assigned = sum(sizes.assigned_sent)
+    num_passed_on = sum(sizes.references_sent) - num_assigned
+    by_part = torch.cat([departure.passed_on_S[:num_passed_on], departure.served_S[:num_assigned]])
+    counts_2W = torch.stack([departure.second_WP.sum(dim=1), departure.assigned_We.sum(dim=1)])
+    return by_part[transpose_blocks(counts_2W, num_rows=by_part.numel())]
+
+
+def arrive(
+    departure: Departure, arrivals: Arrivals, references: Tensor, sizes: Sizes, *, where: Where, top_k: int
+) -> HierarchicalPlan:
+    """The plan, from what the peers sent: their counts, and ``references`` as :func:`references_of` made them."""
+    num_first, num_passed_on = sum(sizes.first_received), sum(sizes.second_sent)
+    num_rows, num_assigned = num_first + sum(sizes.second_received), sum(sizes.assigned_received)
+    counts_W2 = torch.stack([arrivals.passed_on_WP.sum(dim=1), arrivals.assigned_We.sum(dim=1)], dim=1)
+    by_part = references[transpose_blocks(counts_W2, num_rows=references.numel())].long()
+
+    # Assignments: from rows numbered by source to rows as they lie, by hop and neighbour, then source.
+    weight_ids_M = transpose_blocks(arrivals.assigned_We, num_rows=num_assigned)
+    width = where.serving_width(top_k, arrivals.assigned_We.shape[1])
+    blocks_WQ = torch.cat([arrivals.first_W[:, None], arrivals.second_WP], dim=1)
+    row_ids_R = transpose_blocks(blocks_WQ.t(), num_rows=num_rows)
+    start_M = _repeat(_starts(blocks_WQ.sum(dim=1)), counts_W2[:, 1], num_assigned)
+    served_M = by_part[num_passed_on:]
+    row_ids_M = row_ids_R[start_M + served_M // width][weight_ids_M]
+    places_M = row_ids_M.long() * width + (served_M % width)[weight_ids_M]
+    assignments_RK = _inverse(places_M, num_rows * width, first=0, none=num_assigned).view(num_rows, width)
+
+    second = None
+    if where.num_places:
+        start_N = _repeat(_starts(arrivals.first_W), counts_W2[:, 0], num_passed_on)
+        width = where.passing_width(top_k)
+        slot_ids_N = start_N * width + by_part[:num_passed_on]
+        slot_ids_N = slot_ids_N[transpose_blocks(arrivals.passed_on_WP, num_rows=num_passed_on)]
+        places = _inverse(slot_ids_N, num_first * width, first=num_first, none=num_first + num_passed_on)
+        places_RK = places.view(num_first, width)
+        places_RK[:, 0] = torch.arange(num_first, dtype=torch.int32, device=places.device)
+        second = Hop(
+            slot_ids_N=slot_ids_N.to(torch.int32),
+            places_TK=places_RK,
+            send_splits=sizes.second_sent,
+            recv_splits=sizes.second_received,
+        )
+    first = Hop(
+        slot_ids_N=departure.slot_ids_S[: sum(sizes.first_sent)],
+        places_TK=departure.places_S.view(-1, top_k),
+        send_splits=sizes.first_sent,
+        recv_splits=sizes.first_received,
+    )
+    return HierarchicalPlan(
+        row_ids_M=row_ids_M,
+        assignments_RK=assignments_RK,
+        counts_e=arrivals.assigned_We.sum(dim=0),
+        tokens_per_local_expert=sizes.tokens_e,
+        relay=Relay(first=first, second=second),
+        weight_splits_sent=sizes.assigned_sent,
+        weight_splits_received=sizes.assigned_received,
+        weight_ids_M=weight_ids_M,
+    )
+
+
+def _starts(counts: Tensor) -> Tensor:
+    return counts.cumsum(0) - counts
+
+
+def _repeat(values: Tensor, counts: Tensor, num_rows: int) -> Tensor:
+    return torch.repeat_interleave(values, counts, output_size=num_rows)
+
+
+def _inverse(places_N: Tensor, size: int, *, first: int, none: int) -> Tensor:
+    """int32 ``[size]``: ``first + n`` at ``places[n]``, which are distinct, and ``none`` elsewhere."""
+    numbers_N = torch.arange(first, first + places_N.numel(), dtype=torch.int32, device=places_N.device)
+    filled = torch.full((size,), none, dtype=torch.int32, device=places_N.device)
+    return filled.scatter_(0, places_N, numbers_N)
