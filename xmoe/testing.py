@@ -6,7 +6,6 @@ Nothing of the package imports this module.
 from __future__ import annotations
 
 import faulthandler
-import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -18,12 +17,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .testing_cluster.jobs import RankFailure
+from .testing_cluster.nodes import load_function
 from .types import ExpertPlan
 
 # Bounds on (max, RMS) of |error| / max(RMS of the reference, |reference|), against float64 from the same rounded
@@ -101,10 +102,6 @@ def check_assignments(plan: ExpertPlan, num_rows: int) -> None:
     for row, found in enumerate(plan.assignments_RK.tolist()):
         wanted = [m for m, other in enumerate(plan.row_ids_M.tolist()) if other == row]
         assert sorted(m for m in found if 0 <= m < num_assignments) == wanted, f"assignments of row {row}"
-
-
-class RankFailure(AssertionError):
-    """One or more ranks raised or did not finish; the message holds what each said."""
 
 
 def run_ranks(
@@ -208,7 +205,7 @@ def _rank_main(
         if init:
             limit = timedelta(seconds=timeout_s)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
-        answer = (True, pickle.dumps(_load(*source)(*pickle.loads(arguments))))
+        answer = (True, pickle.dumps(load_function(*source)(*pickle.loads(arguments))))
     except BaseException as error:
         traceback.print_exc(file=log)
         try:
@@ -220,17 +217,3 @@ def _rank_main(
     pipe.send_bytes(pickle.dumps(answer))
     time.sleep(timeout_s)  # killed by the parent: a rank that leaves early breaks the others' last collective
     os._exit(0)
-
-
-def _load(path: str, qualname: str) -> Callable[..., Any]:
-    name = "ranks_" + Path(path).stem
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    function: Any = module
-    for part in qualname.split("."):
-        function = getattr(function, part)
-    return cast(Callable[..., Any], function)
