@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,6 +88,15 @@ def test_a_dead_rank_makes_the_others_raise_with_the_label():
     answers = run_ranks(2, die_on, 1, return_exceptions=True, timeout_s=20.0)
     assert isinstance(answers[0], RuntimeError)
     assert "layer 1: rows" in str(answers[0])
+
+
+def test_a_report_names_the_step_where_there_is_one():
+    exchange = Exchange(group=None, label="blocks.3.moe", timeout_s=1.0)
+    steps = iter([None, 17, 18])
+    assert exchange.named("combine of rows").title == "blocks.3.moe: combine of rows"
+    part = replace(exchange, step=lambda: next(steps)).named("combine of rows").named("backward")
+    assert part.title == "blocks.3.moe: combine of rows: backward"
+    assert [part.title for _ in range(2)] == [f"blocks.3.moe: combine of rows: backward, step {n}" for n in (17, 18)]
 
 
 class FakeWork:

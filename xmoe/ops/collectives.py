@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -32,20 +32,23 @@ class Exchange:
     ``self_row_guard``  a rank that would send or receive nothing sends itself one dummy row, because RCCL without
                         its zero-byte fix never returns from such a call; agreed with nobody, as it concerns only
                         the rank's row to itself
+    ``step``            the optimizer step being computed, for reports; None outside a training run
     """
 
     group: dist.ProcessGroup
     label: str
     timeout_s: float
     self_row_guard: bool = False
+    step: Callable[[], int | None] | None = None
 
     def named(self, part: str) -> Exchange:
-        return Exchange(
-            group=self.group,
-            label=f"{self.label}: {part}",
-            timeout_s=self.timeout_s,
-            self_row_guard=self.self_row_guard,
-        )
+        return replace(self, label=f"{self.label}: {part}")
+
+    @property
+    def title(self) -> str:
+        """What a report calls it: ``"blocks.3.moe: dispatch of rows, step 17"``."""
+        step = self.step() if self.step is not None else None
+        return self.label if step is None else f"{self.label}, step {step}"
 
 
 class _Monitor:
@@ -90,7 +93,7 @@ def _stuck_message(label: str, timeout_s: float) -> str:
 def finish(work: Any, exchange: Exchange, *, on_host: bool) -> None:
     """Waits for ``work`` as its backend does. Raises RuntimeError with the label when it fails or times out."""
     if not on_host:
-        _MONITOR.watch(work, exchange.label, exchange.timeout_s)
+        _MONITOR.watch(work, exchange.title, exchange.timeout_s)
         work.wait()
         return
     started = time.monotonic()
@@ -98,8 +101,8 @@ def finish(work: Any, exchange: Exchange, *, on_host: bool) -> None:
         work.wait(timedelta(seconds=exchange.timeout_s))
     except RuntimeError as error:
         if time.monotonic() - started >= exchange.timeout_s:
-            raise RuntimeError(_stuck_message(exchange.label, exchange.timeout_s)) from error
-        raise RuntimeError(f"rank {dist.get_rank()}: collective '{exchange.label}' failed: {error}") from error
+            raise RuntimeError(_stuck_message(exchange.title, exchange.timeout_s)) from error
+        raise RuntimeError(f"rank {dist.get_rank()}: collective '{exchange.title}' failed: {error}") from error
 
 
 def sum_over_ranks(values: Tensor, exchange: Exchange) -> Tensor:

@@ -133,6 +133,7 @@ def initialize(
     )
     for _, layer in layers:
         layer.loss_scale = functools.partial(loss_scale_of, engine)
+        layer.current_step = functools.partial(_step_of, engine)
     if has_experts or engine.has_moe_layers:
         check_stages(engine)
         mend_gradient_norm(engine)
@@ -140,6 +141,11 @@ def initialize(
     start_times_with_each_log(engine)
     balance_with_steps(engine)
     return engine, *rest
+
+
+def _step_of(engine: Any) -> int:
+    """The optimizer step that the engine works on, the first being 1."""
+    return int(engine.global_steps) + 1
 
 
 def _kind(value: object) -> str:

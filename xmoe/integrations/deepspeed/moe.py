@@ -229,6 +229,7 @@ class MoE(native_layer.MoE):
         self.layer_name = "MoE"
         self._configured = False
         self.loss_scale: Callable[[], float] = _one
+        self.current_step: Callable[[], int | None] = _none
         self.use_residual = use_residual
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
         self.ep_size = ep_size
@@ -300,7 +301,10 @@ class MoE(native_layer.MoE):
         return output
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "loss_scale": _one}  # a copy is no part of the engine
+        return {**self.__dict__, "loss_scale": _one, "current_step": _none}  # a copy is no part of the engine
+
+    def _step(self) -> int | None:
+        return self.current_step()  # the engine comes after the groups
 
     def carry_loss(self, output: Tensor, loss: Tensor) -> Tensor:
         """``output``, unchanged, whose backward also adds ``loss``'s gradient, as if the model's loss had it as a term.
@@ -325,7 +329,11 @@ class MoE(native_layer.MoE):
             self._initial = None
         guard = config.self_row_guard == "on" or (config.self_row_guard == "auto" and torch.version.hip is not None)
         exchange = Exchange(
-            group=group, label=self.layer_name, timeout_s=config.collective_timeout_s, self_row_guard=guard
+            group=group,
+            label=self.layer_name,
+            timeout_s=config.collective_timeout_s,
+            self_row_guard=guard,
+            step=self._step,
         )
         dispatcher: Dispatcher = LocalDispatcher()
         if self.ep_size > 1 or config.dispatch == "flat":
@@ -349,6 +357,10 @@ def make_groups(ep_size: int, *, expert_tensor_parallelism: bool, data_first: bo
 
 def _one() -> float:
     return 1.0
+
+
+def _none() -> None:
+    return None
 
 
 def _given_settings(arguments: dict[str, Any]) -> dict[str, Any]:
