@@ -15,6 +15,7 @@ import typer
 from xmoe import __version__
 from xmoe.config import ConfigError, TrainConfig, json_schema, read_json, read_train_config
 
+from .bench_cli import bench
 from .env import ProcessPlace, find_place, is_launched
 from .kernels_cli import kernels
 
@@ -162,6 +163,7 @@ def config(
 tokenizer = typer.Typer(help="Make a tokenizer for data.tokenizer.", no_args_is_help=True)
 app.add_typer(tokenizer, name="tokenizer")
 app.add_typer(kernels, name="kernels")
+app.add_typer(bench, name="bench")
 
 
 @tokenizer.callback()

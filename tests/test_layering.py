@@ -48,13 +48,14 @@ TABLE: dict[str, Row] = {
     "xmoe.topology": row("pydantic", "config"),
     "xmoe.layout": row("pydantic", "config"),
     "xmoe.placement": row("numpy", "topology"),
-    "xmoe.cost": row("numpy", "topology"),
+    "xmoe.links": row(),
+    "xmoe.cost": row("numpy", "topology links"),
     "xmoe.planner": row("numpy scipy", "config topology layout placement cost"),
     "xmoe.launch": row(
         "typer rich jinja2",
-        "config topology planner",
-        "torch matplotlib mpi4py psutil numpy xmoe.groups xmoe.kernels xmoe.integrations xmoe.layer xmoe.placement "
-        "xmoe.training",
+        "config topology links planner",
+        "torch matplotlib mpi4py psutil numpy xmoe.groups xmoe.kernels xmoe.integrations xmoe.layer xmoe.link_bench "
+        "xmoe.placement xmoe.training",
     ),
     # torch
     "xmoe.kernels": row("torch triton"),
@@ -62,6 +63,7 @@ TABLE: dict[str, Row] = {
     "xmoe.replay": row("torch"),
     "xmoe.groups": row("torch", "config layout"),
     "xmoe.ops": row("torch", "kernels"),
+    "xmoe.link_bench": row("torch", "groups ops links"),
     "xmoe.balance": row("torch", "kernels ops"),
     "xmoe.router_settings": row("torch", "kernels config balance"),
     "xmoe.router": row("torch", "types kernels ops replay balance router_settings sequence_shard"),
@@ -90,7 +92,9 @@ TABLE: dict[str, Row] = {
     "xmoe": row("", "config layer integrations"),
 }
 
-NO_TORCH = [f"xmoe.{name}" for name in ("config", "topology", "layout", "placement", "cost", "planner", "launch")]
+NO_TORCH = [
+    f"xmoe.{name}" for name in ("config", "topology", "layout", "placement", "links", "cost", "planner", "launch")
+]
 LEAVES = ["xmoe.testing", "xmoe.testing_cluster", "xmoe.planner", "xmoe.launch"]
 
 
