@@ -63,6 +63,11 @@ class XMoEConfig(_Section):
         description="How rows reach their experts: 'flat' is one uneven all-to-all, 'local' (ep_size 1 only) moves "
         "nothing, 'auto' is 'local' at ep_size 1 and 'flat' above.",
     )
+    sequence_shard: bool = Field(
+        False,
+        description="Under tensor parallelism: each rank routes, sends and computes a slice of the tokens, shared "
+        "experts too, and all get all results; false: each routes and keeps all tokens, and sends every n-th.",
+    )
     kernels: Literal["auto", "torch", "triton"] = Field(
         "auto",
         description="What computes the layer: 'triton' kernels, their PyTorch twins ('torch'), or Triton on a GPU and "

@@ -183,17 +183,17 @@ def reference_steps(whole, batches, *, k, lr, clip=0.0):
 
 
 class TensorParallel:
-    """A Megatron-style mpu: two consecutive ranks share one batch."""
+    """A Megatron-style mpu: ``size`` consecutive ranks share one batch."""
 
-    def __init__(self):
-        world, rank = dist.get_world_size(), dist.get_rank()
-        for first in range(0, world, 2):
-            group = dist.new_group([first, first + 1])
-            if first <= rank < first + 2:
+    def __init__(self, size=2):
+        self.size, world, rank = size, dist.get_world_size(), dist.get_rank()
+        for first in range(0, world, size):
+            group = dist.new_group(list(range(first, first + size)))
+            if first <= rank < first + size:
                 self.model = group
-        for place in range(2):
-            group = dist.new_group(list(range(place, world, 2)))
-            if rank % 2 == place:
+        for place in range(size):
+            group = dist.new_group(list(range(place, world, size)))
+            if rank % size == place:
                 self.data = group
 
     def get_model_parallel_group(self):
@@ -205,16 +205,16 @@ class TensorParallel:
         return self.data
 
     def get_model_parallel_world_size(self):
-        return 2
+        return self.size
 
     def get_model_parallel_rank(self):
-        return dist.get_rank() % 2
+        return dist.get_rank() % self.size
 
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
     get_tensor_model_parallel_rank = get_model_parallel_rank
 
     def get_data_parallel_world_size(self):
-        return dist.get_world_size() // 2
+        return dist.get_world_size() // self.size
 
     def get_data_parallel_rank(self):
-        return dist.get_rank() // 2
+        return dist.get_rank() // self.size

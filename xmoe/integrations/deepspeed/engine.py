@@ -34,6 +34,7 @@ from .checks import (
 from .gradients import mend_gradient_norm
 from .moe import MoE
 from .pipeline import check_pipeline, check_stages, loss_scale_of, share_groups
+from .sequence import check_sequence_shard
 from .timing import start_times_with_each_log
 
 native_initialize = deepspeed.initialize  # before patch_deepspeed() puts ours in its place
@@ -168,7 +169,9 @@ def _configure(model: nn.Module, content: dict[str, Any], optimizer: Any, model_
     stage = zero_stage(content)
     check_model(layers)
     check_pipeline(model, layers, zero_stage=stage)
-    check_tensor_parallelism(layers, model.mpu() if isinstance(model, PipelineModule) else mpu)
+    mpu = model.mpu() if isinstance(model, PipelineModule) else mpu
+    check_tensor_parallelism(layers, mpu)
+    check_sequence_shard(model, layers, mpu)
     if isinstance(optimizer, torch.optim.Optimizer):
         check_optimizer(model, optimizer.param_groups, zero_stage=stage)
     elif optimizer is None:

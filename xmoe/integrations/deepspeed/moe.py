@@ -36,6 +36,7 @@ from ...ops.losses import carry_loss
 from ...router import RouterSettings, TopKRouter
 from ...types import Routing
 from .initial import InitialWeights
+from .sequence import shard_of
 from .timing import measured, timed_forward
 from .unread import warn_of_unread_section
 
@@ -202,6 +203,7 @@ class MoE(native_layer.MoE):
         correction_bias: bool = False,
         expert_init: Callable[[nn.Module, int], None] | None = None,
         dispatch: Literal["auto", "local", "flat"] | None = None,
+        sequence_shard: bool | None = None,
         kernels: KernelChoice | None = None,
         strict_compat: bool | None = None,
         score_function: Literal["softmax", "sigmoid"] | None = None,
@@ -230,6 +232,7 @@ class MoE(native_layer.MoE):
         self._configured = False
         self.loss_scale: Callable[[], float] = _one
         self.current_step: Callable[[], int | None] = _none
+        self.input_is_sharded = False
         self.use_residual = use_residual
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
         self.ep_size = ep_size
@@ -283,6 +286,11 @@ class MoE(native_layer.MoE):
                 "xmoe.dispatch", "local", f"needs ep_size 1, the layer has ep_size {self.ep_size}; use 'flat' or 'auto'"
             )
         return merged
+
+    @property
+    def shards_sequence(self) -> bool:
+        """Whether ranks that share tokens compute a slice of them each, by the JSON or the constructor."""
+        return self._config.sequence_shard
 
     def _settings(self) -> RouterSettings:
         shared = RouterSettings.__dataclass_fields__.keys() & XMoEConfig.model_fields.keys()
@@ -339,10 +347,12 @@ class MoE(native_layer.MoE):
         if self.ep_size > 1 or config.dispatch == "flat":
             warm_up(group, torch.device(get_accelerator().current_device_name()))
             dispatcher = FlatDispatcher(exchange)
-        if bwc_tensor_model_parallel_world_size(groups.mpu) > 1 and not self.enable_expert_tensor_parallelism:
+        shares_tokens = bwc_tensor_model_parallel_world_size(groups.mpu) > 1 and not self.shards_sequence
+        if shares_tokens and not self.enable_expert_tensor_parallelism:
             same_tokens = replace(exchange, group=bwc_tensor_model_parallel_group(groups.mpu))
             dispatcher = SharedTokens(dispatcher, same_tokens)
         self.deepspeed_moe.set_dispatcher(dispatcher)
+        self.deepspeed_moe.set_sequence_shard(shard_of(self, exchange) if self.shards_sequence else None)
 
 
 def make_groups(ep_size: int, *, expert_tensor_parallelism: bool, data_first: bool) -> None:
