@@ -25,7 +25,7 @@ class ClusterShape:
     num_nodes: int
     ranks_per_node: int
     link_mbit_per_s: float | None = None
-    burst_bytes: int = 128 * 1024
+    burst_bytes: int = 72 * 1024
     queue_s: float = 2.0
 
     def __post_init__(self) -> None:

@@ -1,0 +1,163 @@
+"""The dispatch benchmark on a small cluster, and that its checks and counters can fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import dispatch_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from dispatch_peers import expert_scales
+
+from xmoe.testing import run_ranks
+from xmoe.testing_cluster import Traffic, unavailable
+
+BENCH = Path(__file__).parents[2] / "benchmarks" / "bench_dispatch.py"
+
+CASE = dispatch_ranks.Case(
+    nodes=2,
+    ranks_per_node=2,
+    experts=8,
+    k=3,
+    hidden=16,
+    tokens=5,
+    dtype="float32",
+    popularity=0.0,
+    link_mbit_per_s=100.0,
+    rounds=1,
+    timeout_s=30.0,
+    contestants=("flat",),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_every_contestant_is_checked_counted_and_timed(tmp_path):
+    if reason := unavailable():
+        pytest.skip(reason)
+    picture = tmp_path / "time.png"
+    sizes = {"--clusters": "2x2", "--links": 100, "--k": 4, "--experts": 16, "--hidden": 256, "--tokens": 64}
+    options = {**sizes, "--rounds": 1, "--picture": picture}
+    command = [sys.executable, BENCH, "--json", *(part for option in options.items() for part in option)]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert picture.stat().st_size > 1000
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    found = {(result["metric"], result["setting"].get("dispatch")): result for result in results}
+
+    def value(metric: str, name: str) -> float:
+        return found[f"dispatch.{metric}", name]["value"]
+
+    ours = ("gpu", "node", "node+gpu")
+    everybody = (*ours, "flat", "deepspeed", "autoep")
+    for name in everybody:
+        assert value("time", name) > 0
+        assert 0.95 < value("counted_over_interface_bytes", name) < 1.0
+    for name in ours:
+        assert value("speedup_over_flat", name) == pytest.approx(value("time", "flat") / value("time", name))
+        assert value("speedup_over_deepspeed", name) == pytest.approx(value("time", "deepspeed") / value("time", name))
+        assert value("speedup_over_autoep", name) == pytest.approx(value("time", "autoep") / value("time", name))
+        assert value("host_syncs_per_layer", name) == 1
+    rows = {name: value("inter_node_rows_over_lower_bound", name) for name in everybody}
+    assert rows["node"] == rows["node+gpu"] == 1.0
+    assert 1.0 < rows["gpu"] < rows["flat"] == rows["autoep"] < rows["deepspeed"]
+    setting = found["dispatch.speedup_over_flat", "node+gpu"]["setting"]
+    assert {key: setting[key] for key in ("nodes", "ranks_per_node", "dispatch", "k", "link_mbit_per_s")} == {
+        "nodes": 2,
+        "ranks_per_node": 2,
+        "dispatch": "node+gpu",
+        "k": 4,
+        "link_mbit_per_s": 100.0,
+    }
+
+
+def _contestant(fault: str):
+    """The right answer from one rank's own tokens, but for ``fault``."""
+
+    def run(x, ids, weights):
+        if fault == "expert":
+            ids = (ids + (torch.arange(ids.numel()).view_as(ids) == 7)) % CASE.experts
+        used = weights.detach() if fault == "weight" else weights
+        out = x * (used * expert_scales(CASE.experts)[ids.long()]).sum(dim=1, keepdim=True)
+        extra = (x - x.detach())[:1] if fault == "row" else 0.0  # changes the gradient alone
+        return out + 0.0 * weights.sum() + extra
+
+    return run
+
+
+def _examined(fault: str) -> str:
+    still = Traffic(sent_bytes=0, received_bytes=0, looped_bytes=0, sent_packets=0, received_packets=0)
+    dispatch_ranks.read_traffic = lambda: still
+    inputs = dispatch_ranks.routing_of(CASE)
+    upstream = torch.ones_like(inputs[0])
+    try:
+        dispatch_ranks.examine("it", CASE, _contestant(fault), inputs, upstream)
+    except RuntimeError as error:
+        return str(error)
+    return "right"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("none", "right"),
+        ("expert", "it: relative error of the output"),
+        ("weight", "it: relative error of the weight gradient"),
+        ("row", "it: relative error of the input gradient"),
+    ],
+)
+def test_a_wrong_exchange_is_not_timed(fault, said):
+    (found,) = run_ranks(1, _examined, fault)
+    assert found.startswith(said)
+
+
+def _counted_rows():
+    own = dist.get_rank()
+    transport = dispatch_ranks.Transport(ranks_per_node=2, row_bytes=16)
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][own // 2]
+    with transport.counting():
+        rows = torch.zeros(10, 4)  # 1, 2, 3 and 4 rows to ranks 0 to 3
+        sizes = [torch.zeros(n * 4 + 4, 4) for n in range(4)]
+        dist.all_to_all_single(sizes[own], rows, [own + 1] * 4, [1, 2, 3, 4])
+        dist.all_to_all_single(torch.zeros(4), torch.zeros(4))
+        work = dist.all_to_all_single(torch.zeros(2, 4), torch.zeros(2, 4), group=pair, async_op=True)
+        work.wait()
+    dist.all_to_all_single(torch.zeros(4), torch.zeros(4))  # not counted
+    return transport.crossing_rows, transport.crossing_bytes, transport.staying_bytes
+
+
+@pytest.mark.dist
+def test_the_transport_is_counted_by_kinds_of_link():
+    found = run_ranks(4, _counted_rows)
+    scalars, pair = 4, 16
+    assert found[0] == (7, 7 * 16 + 2 * scalars, 2 * 16 + scalars + pair)
+    assert found[3] == (3, 3 * 16 + 2 * scalars, 3 * 16 + scalars + pair)
+
+
+def test_host_reads_are_counted_once_each_and_only_inside():
+    x, mask = torch.arange(4), torch.tensor([True, False, True, False])
+    reads = dispatch_ranks.HostReads()
+    with reads.counting():
+        seen = [x.tolist(), x[0].item(), int(x[1]), bool(mask[0]), float(x[2]), x.numpy()]
+        seen += [x.nonzero(), torch.unique(x), x[mask], torch.repeat_interleave(x, x), torch.bincount(x)]
+        assert reads.count == len(seen)
+        free = [x[1:3], x[[0, 1]], x.sum(), torch.repeat_interleave(x, x, output_size=6), x.index_select(0, x)]
+        assert reads.count == len(seen)
+    x.tolist()
+    assert reads.count == len(seen)
+    assert free
+
+
+def test_pairs_are_the_fewest_rows_that_cross(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    ids = torch.tensor([[0, 1, 2], [4, 5, 6], [3, 4, 7], [0, 3, 5], [2, 1, 0]])  # experts 4 to 7 are on node 1
+    assert dispatch_ranks.crossing_pairs(CASE, ids) == 3
+
+
+def test_a_median_is_the_slowest_ranks():
+    assert dispatch_ranks.median_of_slowest([[1.0, 5.0, 2.0], [3.0, 1.0, 1.0]]) == 3.0
