@@ -58,10 +58,17 @@ class XMoEConfig(_Section):
         json_schema_extra={"x-constructor-only": dict(CONSTRUCTOR_ONLY)},
     )
 
-    dispatch: Literal["auto", "local", "flat"] = Field(
+    dispatch: Literal["auto", "local", "flat", "gpu", "node", "node+gpu"] = Field(
         "auto",
-        description="How rows reach their experts: 'flat' is one uneven all-to-all, 'local' (ep_size 1 only) moves "
-        "nothing, 'auto' is 'local' at ep_size 1 and 'flat' above.",
+        description="How often a token's row is sent: once to each expert ('flat'), to each GPU ('gpu'), to each node "
+        "and inside it to each expert ('node') or GPU ('node+gpu'); 'local' (ep_size 1 only) moves nothing; 'auto' is "
+        "'local' at ep_size 1 and 'flat' above.",
+    )
+    ranks_per_node: int | None = Field(
+        None,
+        ge=1,
+        description="Consecutive ranks of the job that share a node, for 'node' and 'node+gpu' and for traffic "
+        "metrics; null: ranks of one host name do.",
     )
     sequence_shard: bool = Field(
         False,
@@ -177,6 +184,12 @@ class ModelConfig(_Section):
     )
     shared_gate: bool = Field(False, description="Sigmoid gate on the shared experts.")
     ep_size: int = Field(1, gt=0, description="Ranks of the expert-parallel group.")
+    tp_size: int = Field(
+        1,
+        gt=0,
+        description="Ranks of a tensor-parallel group: they train on the same tokens, each with the whole of everything "
+        "but the experts. With xmoe.sequence_shard each computes a slice of the tokens in the MoE blocks.",
+    )
     capacity_factor: float | None = Field(
         None, gt=0, description="Expert capacity in units of the mean load; null drops nothing."
     )
@@ -221,6 +234,12 @@ class ModelConfig(_Section):
                 "num_experts",
                 self.num_experts % self.ep_size == 0,
                 f"must be a multiple of ep_size ({self.ep_size})",
+            ),
+            (
+                "ep_size",
+                self.ep_size % self.tp_size == 0,
+                f"must be a multiple of tp_size ({self.tp_size}), so that DeepSpeed's checkpoints hold every expert where "
+                "it is looked for",
             ),
         ]
         for key, holds, allowed in checks:

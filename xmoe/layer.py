@@ -6,7 +6,7 @@ Read ``forward`` from top to bottom: it is the layer.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from .permute import permute
 from .replay import Decisions, decisions_for
 from .router import TopKRouter
 from .sequence_shard import SequenceShard, TokenSplit
-from .types import ExpertPlan, Routing
+from .types import ExpertPlan, Routing, Traffic
 
 
 @dataclass
@@ -29,12 +29,16 @@ class LoadCounters:
     ``selected_E``, ``routed_E``  int64 on the layer's device: selections before and after the capacity drop
     ``computed_rows``             expert rows computed on this rank, forward
     ``all_to_all_bytes``          bytes of rows that left this rank, forward and backward
+    ``between_nodes_bytes``       those of them that left its node
+    ``traffic``                   rows of dispatch in forward, by the links they took
     """
 
     selected_E: Tensor
     routed_E: Tensor
     computed_rows: int = 0
     all_to_all_bytes: int = 0
+    between_nodes_bytes: int = 0
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 class RoutedMLP(nn.Module):
@@ -132,7 +136,10 @@ class RoutedMLP(nn.Module):
         counters.routed_E = counters.routed_E + routing.tokens_per_expert_E
         counters.computed_rows += sum(plan.tokens_per_local_expert)
         # Dispatch and combine, each there and back again in backward.
-        counters.all_to_all_bytes += 4 * self.dispatcher.rows_sent_away(plan) * row_bytes
+        traffic = self.dispatcher.traffic(plan)
+        counters.traffic = counters.traffic + traffic
+        counters.all_to_all_bytes += 4 * (traffic.inside_node + traffic.between_nodes) * row_bytes
+        counters.between_nodes_bytes += 4 * traffic.between_nodes * row_bytes
 
     def take_counters(self) -> LoadCounters:
         """The counters since the last call, which starts them anew."""

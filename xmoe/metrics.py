@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from .layer import RoutedMLP
+from .types import Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,9 @@ class LayerLoad:
     ``routed_E``          int64 on the host; the same after the capacity drop
     ``computed_rows``     expert rows computed on this rank (forward), of whichever rank's tokens
     ``all_to_all_bytes``  bytes of rows this rank sent to others, forward and backward
+    ``between_nodes_bytes``  those of them it sent to other nodes
+    ``traffic``           rows of dispatch in forward by the links they took, rows received, and what was saved; the
+                          largest ``traffic.received`` of all ranks is the busiest receiver's
     """
 
     name: str
@@ -24,6 +28,8 @@ class LayerLoad:
     routed_E: Tensor
     computed_rows: int
     all_to_all_bytes: int
+    between_nodes_bytes: int = 0
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 def routed_layers(model: nn.Module) -> list[tuple[str, RoutedMLP]]:
@@ -43,6 +49,8 @@ def take_layer_loads(model: nn.Module) -> list[LayerLoad]:
                 routed_E=counters.routed_E.cpu(),
                 computed_rows=counters.computed_rows,
                 all_to_all_bytes=counters.all_to_all_bytes,
+                between_nodes_bytes=counters.between_nodes_bytes,
+                traffic=counters.traffic,
             )
         )
     return loads

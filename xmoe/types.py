@@ -127,17 +127,28 @@ class DispatchPlan(ExpertPlan):
 class Traffic:
     """Rows that one direction of a forward moves, as one rank sees it, from its plan's numbers on the host.
 
-    ``to_self``, ``inside_node``, ``between_nodes``  rows this rank sends, by the links they take, all hops together;
-                      ranks whose nodes are not known are taken to have one each
-    ``received``      rows it receives from other ranks
-    ``assigned``      N, the rows that one row for each assignment would take
+    ``to_self``, ``inside_node``, ``between_nodes``  rows this rank sends, by the links they take, all hops together
+    ``received``          rows it receives from other ranks
+    ``assigned``          N, rows that one for each of its tokens' assignments would be
+    ``assigned_remote``   those of them whose expert is on another node
+
+    Where nodes are not known each rank is taken to be one.
     """
 
-    to_self: int
-    inside_node: int
-    between_nodes: int
-    received: int
-    assigned: int
+    to_self: int = 0
+    inside_node: int = 0
+    between_nodes: int = 0
+    received: int = 0
+    assigned: int = 0
+    assigned_remote: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
+
+    @property
+    def redundancy(self) -> float:
+        """Share of the rows between nodes that one for each assignment would send and this dispatch did not."""
+        return 1.0 - self.between_nodes / self.assigned_remote if self.assigned_remote else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

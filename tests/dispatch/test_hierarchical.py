@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from hierarchy import LEVELS, routing_of, wanted_assignments, wanted_rows
+from syncs import recorded_syncs
 from torch import nn
 
 from xmoe.dispatch.make import make_dispatcher
+from xmoe.dispatch.tensor_parallel import SharedTokens
 from xmoe.experts import Experts
 from xmoe.layer import RoutedMLP
 from xmoe.ops.collectives import Exchange
@@ -201,3 +203,184 @@ def test_layers_equal_one_process(nodes, ranks_per_node):
             else:
                 found = sum(answer[index][4][name] for answer in answers)
             assert_close(found, reference.grad, what=f"{name} of {levels} {num_experts} {k} {kind} {expert}")
+
+
+# One exchange of counts, one of references, one sync, one order
+
+
+def record(levels, ranks_per_node):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layers = [make_layer(2 * world, 3, rank=rank, world=world) for _ in range(2)]
+    for index, layer in enumerate(layers):
+        layer.set_dispatcher(dispatcher_of(levels, ranks_per_node, label=f"layer{index}"))
+    x, upstream = inputs_of(rank, UNEVEN[rank])
+    calls = []
+    all_to_all = dist.all_to_all_single
+
+    def recorded(output, input, *splits, **options):
+        calls.append(("rows" if input.dim() == 2 else str(input.dtype), dist.get_world_size(options["group"])))
+        return all_to_all(output, input, *splits, **options)
+
+    dist.all_to_all_single = recorded
+    with recorded_syncs() as syncs:
+        y, first, _ = layers[0](x)
+        y, second, _ = layers[1](y)
+        loss = (y * upstream).sum() + first + second
+        forward = len(calls)
+        loss.backward()
+    return calls[:forward], calls[forward:], list(syncs)
+
+
+@pytest.mark.parametrize(
+    ("levels", "nodes", "ranks_per_node"), [("gpu", 2, 2), ("node", 2, 2), ("node+gpu", 2, 2), ("node+gpu", 1, 2)]
+)
+def test_one_sync_and_two_collectives_before_rows_move(levels, nodes, ranks_per_node):
+    world = nodes * ranks_per_node
+    answers = run_ranks(world, record, levels, ranks_per_node)
+    assert all(answer == answers[0] for answer in answers)
+    forward, backward, syncs = answers[0]
+    assert syncs == ["tolist"] * 2  # one for each layer, none in backward
+    counts, references, weights = ("torch.int64", world), ("torch.int32", world), ("torch.float64", world)
+    hops = [("rows", world)]
+    if "node" in levels and nodes > 1:
+        hops.append(("rows", ranks_per_node))
+    one_layer = [counts, references, *hops, weights, *hops[::-1]]
+    assert forward == 2 * one_layer
+    assert backward == 2 * [*hops, weights, *hops[::-1]]
+
+
+def test_the_recorder_sees_what_waits():
+    x = torch.tensor([1, 0, 2])
+    waiting = {
+        "item": lambda: x[0].item(),
+        "tolist": lambda: x.tolist(),
+        "numpy": lambda: x.numpy(),
+        "cpu": lambda: x.cpu(),
+        "__bool__": lambda: bool(x[0]),
+        "__int__": lambda: int(x[0]),
+        "__getitem__": lambda: x[x > 0],
+        "nonzero": lambda: torch.nonzero(x),
+        "where": lambda: torch.where(x > 0),
+        "unique": lambda: x.unique(),
+        "masked_select": lambda: x.masked_select(x > 0),
+        "bincount": lambda: torch.bincount(x),
+        "repeat_interleave": lambda: torch.repeat_interleave(x, x),
+        "to": lambda: x.to("cpu"),
+    }
+    for name, call in waiting.items():
+        with recorded_syncs() as syncs:
+            call()
+        assert syncs == [name]
+    with recorded_syncs() as syncs:
+        torch.repeat_interleave(x, x, output_size=3)
+        torch.where(x > 0, x, 0).to(torch.int32)[x]
+    assert syncs == []
+
+
+# Checkpointing: the recompute sends rows again, and decides nothing
+
+
+def checkpointed(way, levels):
+    from deepspeed import checkpointing
+    from torch.utils.checkpoint import checkpoint
+
+    ways = {
+        "plain": lambda function, x: function(x),
+        "torch reentrant": lambda function, x: checkpoint(function, x, use_reentrant=True),
+        "torch non-reentrant": lambda function, x: checkpoint(function, x, use_reentrant=False),
+        "DeepSpeed": checkpointing.checkpoint,
+    }
+    rank = dist.get_rank()
+    layer = make_layer(8, 3, rank=rank, world=4, input_jitter=0.2)
+    layer.set_dispatcher(dispatcher_of(levels, 2))
+    integers = []
+    all_to_all = dist.all_to_all_single
+
+    def recorded(output, input, *splits, **options):
+        integers.append(not input.is_floating_point())
+        return all_to_all(output, input, *splits, **options)
+
+    dist.all_to_all_single = recorded
+    torch.manual_seed(rank)
+    xs, losses = [], []
+    for index, tokens in enumerate((UNEVEN[rank], UNEVEN[-1 - rank])):
+        x, upstream = inputs_of(rank + 10 * index, tokens)
+        y, aux, _ = ways[way](lambda x: layer(torch.tanh(x)), x)
+        xs.append(x)
+        losses.append((y * upstream).sum() + aux)
+    for loss in reversed(losses):
+        loss.backward()
+    assert sum(integers) == 4
+    return [x.grad for x in xs], [p.grad for p in layer.parameters()]
+
+
+@pytest.mark.parametrize("levels", ["gpu", "node+gpu"])
+def test_checkpointing_replays_the_plan(levels):
+    expected = run_ranks(4, checkpointed, "plain", levels)
+    for way in ("torch reentrant", "torch non-reentrant", "DeepSpeed"):
+        for (grads, weights), (other, others) in zip(run_ranks(4, checkpointed, way, levels), expected, strict=True):
+            for a, b in zip(grads + weights, other + others, strict=True):
+                assert_close(a, b)
+
+
+# Tensor-parallel ranks share their tokens; kernels in the interpreter; autocast
+
+
+def share_tokens(levels):
+    """Ranks 2i and 2i + 1 hold the same tokens; experts are spread over all four, two nodes of two."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    layer, whole = make_layer(8, 3, rank=rank, world=4), make_layer(8, 3)
+    same = Exchange(group=pairs[rank // 2], label="pair", timeout_s=30.0)
+    layer.set_dispatcher(SharedTokens(dispatcher_of(levels, 2), same))
+    x, upstream = inputs_of(rank // 2, 7)
+    expected, reference_upstream = inputs_of(rank // 2, 7)
+    for module, rows, weight in ((layer, x, upstream), (whole, expected, reference_upstream)):
+        y, aux, _ = module(rows)
+        ((y * weight).sum() + aux).backward()
+        module.y = y.detach()
+    assert_close(layer.y, whole.y)
+    assert_close(x.grad, expected.grad)
+    assert_close(layer.gate.wg.weight.grad, whole.gate.wg.weight.grad)
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+def test_tensor_parallel_ranks_share_their_tokens(levels):
+    run_ranks(4, share_tokens, levels)
+
+
+def compute_on(kernels, levels):
+    rank = dist.get_rank()
+    layer = make_layer(8, 3, rank=rank, world=4).float()
+    layer.kernels = kernels
+    layer.set_dispatcher(dispatcher_of(levels, 2))
+    x, upstream = (value.detach().float() for value in inputs_of(rank, UNEVEN[rank]))
+    y, aux, _ = layer(x.requires_grad_())
+    ((y * upstream).sum() + aux).backward()
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+@pytest.mark.parametrize("levels", ["node", "node+gpu"])
+def test_triton_kernels_give_what_their_twins_give(levels):
+    found, expected = (run_ranks(4, compute_on, kernels, levels) for kernels in ("triton", "torch"))
+    for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        for a, b in zip(ours, theirs, strict=True):
+            assert_close(a, b, what=f"rank {rank}")
+
+
+def autocasted(levels):
+    rank = dist.get_rank()
+    layer, whole = make_layer(8, 3, rank=rank, world=4).float(), make_layer(8, 3).float()
+    layer.set_dispatcher(dispatcher_of(levels, 2))
+    x = inputs_of(rank, UNEVEN[rank])[0].detach().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, aux, _ = layer(x)
+        expected, aux2, _ = whole(x)
+    (y.float().sum() + aux).backward()
+    assert y.dtype == expected.dtype
+    assert_close(y, expected, dtype=torch.bfloat16)
+    assert torch.equal(aux, aux2)
+
+
+def test_autocast_over_ranks():
+    run_ranks(4, autocasted, "node+gpu")

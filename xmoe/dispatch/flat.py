@@ -82,6 +82,7 @@ class FlatDispatcher:
             between_nodes=plan.num_rows - inside,
             received=sum(plan.recv_splits) - plan.recv_splits[self.rank],
             assigned=plan.num_rows,
+            assigned_remote=plan.num_rows - inside,
         )
 
 

@@ -91,8 +91,8 @@ class HierarchicalDispatcher:
 
     def traffic(self, plan: HierarchicalPlan) -> Traffic:
         first, second = plan.relay.first, plan.relay.second
-        node = self.layout.nodes[self.rank]
-        inside = sum(rows for rows, other in zip(first.send_splits, self.layout.nodes, strict=True) if other == node)
+        neighbours = self.layout.members[self.layout.nodes[self.rank]]
+        inside = sum(first.send_splits[rank] for rank in neighbours)
         to_self = first.send_splits[self.rank]
         return Traffic(
             to_self=to_self,
@@ -100,6 +100,7 @@ class HierarchicalDispatcher:
             between_nodes=sum(first.send_splits) - inside,
             received=plan.relay.num_arrived - first.recv_splits[self.rank],
             assigned=plan.num_assigned,
+            assigned_remote=plan.num_assigned - sum(plan.weight_splits_sent[rank] for rank in neighbours),
         )
 
     def _where_on(self, device: torch.device) -> Where:

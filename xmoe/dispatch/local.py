@@ -33,4 +33,4 @@ class LocalDispatcher:
         return 0
 
     def traffic(self, plan: DispatchPlan) -> Traffic:
-        return Traffic(to_self=plan.num_rows, inside_node=0, between_nodes=0, received=0, assigned=plan.num_rows)
+        return Traffic(to_self=plan.num_rows, assigned=plan.num_rows)

@@ -3,6 +3,7 @@
 moe.py         ``MoE``, around ``xmoe.layer.RoutedMLP``
 engine.py      ``initialize``, ``init_distributed``
 checks.py      what must hold before the first collective
+dispatchers.py the dispatcher that a layer's settings ask for
 sequence.py    which ranks share a layer's tokens in slices
 pipeline.py    groups and checks that the stages of a pipeline agree on
 gradients.py   gradient norm and clipping where DeepSpeed's leave experts out

@@ -132,6 +132,7 @@ def initialize(
         config=content,
         mesh_param=mesh_param,
     )
+    raise_together(next((layer.late_error for _, layer in layers if layer.late_error is not None), None))
     for _, layer in layers:
         layer.loss_scale = functools.partial(loss_scale_of, engine)
         layer.current_step = functools.partial(_step_of, engine)

@@ -24,17 +24,14 @@ from torch import Tensor, nn
 from ... import experts as core_experts
 from ...balance import AuxLossScope
 from ...config import ConfigError, XMoEConfig, parse_section
-from ...dispatch.base import Dispatcher
-from ...dispatch.flat import FlatDispatcher
-from ...dispatch.local import LocalDispatcher
 from ...dispatch.tensor_parallel import SharedTokens
-from ...groups import warm_up
 from ...layer import RoutedMLP
 from ...ops._backend import KernelChoice, why_not_triton
 from ...ops.collectives import Exchange
 from ...ops.losses import carry_loss
 from ...router import RouterSettings, TopKRouter
 from ...types import Routing
+from .dispatchers import dispatcher_of
 from .initial import InitialWeights
 from .sequence import shard_of
 from .timing import measured, timed_forward
@@ -202,7 +199,8 @@ class MoE(native_layer.MoE):
         shared_gate: bool = False,
         correction_bias: bool = False,
         expert_init: Callable[[nn.Module, int], None] | None = None,
-        dispatch: Literal["auto", "local", "flat"] | None = None,
+        dispatch: Literal["auto", "local", "flat", "gpu", "node", "node+gpu"] | None = None,
+        ranks_per_node: int | None = None,
         sequence_shard: bool | None = None,
         kernels: KernelChoice | None = None,
         strict_compat: bool | None = None,
@@ -232,6 +230,7 @@ class MoE(native_layer.MoE):
         self._configured = False
         self.loss_scale: Callable[[], float] = _one
         self.current_step: Callable[[], int | None] = _none
+        self.late_error: ConfigError | None = None
         self.input_is_sharded = False
         self.use_residual = use_residual
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
@@ -286,6 +285,11 @@ class MoE(native_layer.MoE):
                 "xmoe.dispatch", "local", f"needs ep_size 1, the layer has ep_size {self.ep_size}; use 'flat' or 'auto'"
             )
         return merged
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether ``xmoe.initialize`` gave the layer the JSON's settings."""
+        return self._configured
 
     @property
     def shards_sequence(self) -> bool:
@@ -343,10 +347,7 @@ class MoE(native_layer.MoE):
             self_row_guard=guard,
             step=self._step,
         )
-        dispatcher: Dispatcher = LocalDispatcher()
-        if self.ep_size > 1 or config.dispatch == "flat":
-            warm_up(group, torch.device(get_accelerator().current_device_name()))
-            dispatcher = FlatDispatcher(exchange)
+        dispatcher = dispatcher_of(self, config, exchange)
         shares_tokens = bwc_tensor_model_parallel_world_size(groups.mpu) > 1 and not self.shards_sequence
         if shares_tokens and not self.enable_expert_tensor_parallelism:
             same_tokens = replace(exchange, group=bwc_tensor_model_parallel_group(groups.mpu))
