@@ -38,7 +38,7 @@ def links(
 ) -> None:
     """Measure latency and bandwidth inside a node and between nodes; start it once per rank, as training.
 
-    The figures are kept for these hosts (or in --out), where "dispatch": "auto" looks for them.
+    The figures are kept for jobs on these hosts, or in --out.
     """
     place = find_place(os.environ)
     if place.world_size == 1:
@@ -76,7 +76,8 @@ def _keep(report: Any, path: Path, **versions: str) -> ConfigError | None:
             path,
             intra_node=intra_node and intra_node.link,
             inter_node=inter_node and inter_node.link,
-            setting={**_setting(report), "hosts": list(report.hosts), "xmoe": __version__, **versions},
+            hosts=report.hosts,
+            setting={**_setting(report), "xmoe": __version__, **versions},
         )
     except OSError as error:
         return ConfigError("--out", str(path), f"cannot be written ({error.strerror}); name a writable file")

@@ -48,7 +48,7 @@ TABLE: dict[str, Row] = {
     "xmoe.topology": row("pydantic", "config"),
     "xmoe.layout": row("pydantic", "config"),
     "xmoe.placement": row("numpy", "topology"),
-    "xmoe.links": row(),
+    "xmoe.links": row("", "config"),
     "xmoe.cost": row("numpy", "topology links"),
     "xmoe.planner": row("numpy scipy", "config topology layout placement cost"),
     "xmoe.launch": row(
@@ -69,7 +69,7 @@ TABLE: dict[str, Row] = {
     "xmoe.router": row("torch", "types kernels ops replay balance router_settings sequence_shard"),
     "xmoe.permute": row("torch", "types kernels ops config"),
     "xmoe.experts": row("torch", "types kernels ops config"),
-    "xmoe.dispatch": row("torch", "types ops groups placement topology cost config replay"),
+    "xmoe.dispatch": row("torch", "types ops groups placement topology links cost config replay"),
     "xmoe.layer": row("torch", LAYER_BASE),
     "xmoe.sequence_shard": row("torch", "ops"),
     "xmoe.shuffle": row("torch numpy", "types ops groups placement topology"),

@@ -158,7 +158,7 @@ def test_the_command_keeps_what_jobs_on_these_hosts_find(environ: dict[str, str]
         ("all-to-all", "intra-node"),
         ("point-to-point", "intra-node"),
     ]
-    links, source = find_links([socket.gethostname()], 2)
+    links, source = find_links([socket.gethostname()])
     assert source == str(links_path([socket.gethostname()], 2)) == lines[0]["file"]
     assert links.intra_node.bandwidth_bytes_per_s == pytest.approx(lines[0]["bandwidth_gb_per_s"] * 1e9)
     assert links.intra_node.latency_s == pytest.approx(lines[0]["latency_us"] * 1e-6)

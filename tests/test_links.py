@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xmoe.config import ConfigError
 from xmoe.links import FRONTIER, Link, Links, Point, find_links, fit_link, links_path, read_links, write_links
 
 SIZES = [1024 * 4**i for i in range(8)]
@@ -82,35 +83,58 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_figures_are_found_by_their_hosts_in_any_order(cache: Path) -> None:
-    assert find_links(["b", "a"], 8) == (FRONTIER, "defaults")
-    path = links_path(["a", "b"], 8)
-    write_links(path, intra_node=LINK, inter_node=None, setting={"backend": "gloo"})
-    found, source = find_links(["b", "a", "b"], 8)
+def keep(path: Path, hosts: list[str], link: Link = LINK, *, age_s: float = 0.0) -> Path:
+    write_links(path, intra_node=link, inter_node=link, hosts=hosts, setting={"backend": "gloo"})
+    os.utime(path, (1e9 - age_s, 1e9 - age_s))
+    return path
+
+
+def test_a_job_finds_the_newest_measurement_of_its_hosts(cache: Path) -> None:
+    assert find_links(["b", "a"]) == (FRONTIER, "defaults")
+    pair = keep(links_path(["b", "a"], 8), ["b", "a"], age_s=2.0)
+    assert pair.is_relative_to(cache)
+    assert links_path(["a", "b", "a"], 8) == pair
+    three = keep(links_path(["a", "b", "c"], 8), ["a", "b", "c"], Link(latency_s=1e-3, bandwidth_bytes_per_s=1e6))
+    assert find_links(["a", "b", "b"])[1] == str(three)
+    os.utime(three, (9e8, 9e8))
+    found, source = find_links(["a", "b", "b"])
+    assert source == str(pair)
+    assert found.inter_node.latency_s == pytest.approx(LINK.latency_s)
+    assert found.inter_node.bandwidth_bytes_per_s == pytest.approx(LINK.bandwidth_bytes_per_s)
+    assert find_links(["c"])[1] == str(three)
+    assert find_links(["a", "d"]) == (FRONTIER, "defaults")
+
+
+def test_a_link_that_was_not_there_is_the_defaults(cache: Path) -> None:
+    path = links_path(["a"], 8)
+    write_links(path, intra_node=LINK, inter_node=None, hosts=["a"], setting={})
+    found, _ = find_links(["a"])
     assert found.intra_node.latency_s == pytest.approx(LINK.latency_s)
-    assert found.intra_node.bandwidth_bytes_per_s == pytest.approx(LINK.bandwidth_bytes_per_s)
     assert found.inter_node == FRONTIER.inter_node
-    assert source == str(path)
-    assert path.is_relative_to(cache)
-    assert find_links(["a", "b"], 4) == (FRONTIER, "defaults")  # other shares of the network
-    assert find_links(["a", "c"], 8) == (FRONTIER, "defaults")
 
 
 def test_a_named_file_comes_first_and_must_be_good(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_links(links_path(["a"], 2), intra_node=LINK, inter_node=LINK, setting={})
-    other = Link(latency_s=1e-3, bandwidth_bytes_per_s=1e6)
-    write_links(cache / "mine.json", intra_node=other, inter_node=other, setting={})
-    monkeypatch.setenv("XMOE_LINKS", str(cache / "mine.json"))
-    found, source = find_links(["a"], 2)
+    keep(links_path(["a"], 2), ["a"])
+    named = keep(cache / "mine.json", ["elsewhere"], Link(latency_s=1e-3, bandwidth_bytes_per_s=1e6))
+    monkeypatch.setenv("XMOE_LINKS", str(named))
+    found, source = find_links(["a"])
     assert found.inter_node.latency_s == pytest.approx(1e-3)
-    assert source == str(cache / "mine.json")
+    assert source == str(named)
     monkeypatch.setenv("XMOE_LINKS", str(cache / "none.json"))
-    with pytest.raises(ValueError, match=r"none\.json holds no link figures"):
-        find_links(["a"], 2)
+    with pytest.raises(ConfigError, match=r"XMOE_LINKS is '.*none\.json'.*FileNotFoundError.*bench links --out"):
+        find_links(["a"])
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"format": 99}', '{"format": 1, "intra_node": null, "inter_node": {"latency_us": 1}}']
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"format": 99}',
+        '{"format": 1, "intra_node": null, "inter_node": {"latency_us": 1}, "hosts": ["a"]}',
+        '{"format": 1, "intra_node": null, "inter_node": null}',
+    ],
 )
 def test_a_spoilt_file_is_named_or_passed_over(cache: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
     path = links_path(["a"], 2)
@@ -119,13 +143,14 @@ def test_a_spoilt_file_is_named_or_passed_over(cache: Path, content: str, caplog
     with pytest.raises(ValueError, match="holds no link figures"):
         read_links(path)
     default = Links(intra_node=LINK, inter_node=LINK)
-    assert find_links(["a"], 2, default=default) == (default, "defaults")
+    assert find_links(["a"], default=default) == (default, "defaults")
     assert "holds no link figures" in caplog.text
+    other = keep(links_path(["a"], 3), ["a"], age_s=100.0)
+    assert find_links(["a"], default=default)[1] == str(other)
 
 
 def test_a_write_that_fails_leaves_the_old_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = links_path(["a"], 2)
-    write_links(path, intra_node=LINK, inter_node=LINK, setting={})
+    path = keep(links_path(["a"], 2), ["a"])
     before = path.read_text()
     assert json.loads(before)["intra_node"]["bandwidth_gb_per_s"] == pytest.approx(2.5)
 
@@ -134,6 +159,6 @@ def test_a_write_that_fails_leaves_the_old_file(cache: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="No space"):
-        write_links(path, intra_node=None, inter_node=None, setting={})
+        write_links(path, intra_node=None, inter_node=None, hosts=[], setting={})
     assert path.read_text() == before
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]

@@ -20,9 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .config import ConfigError
+
 logger = logging.getLogger(__name__)
 
 FILE_VARIABLE = "XMOE_LINKS"
+NOT_MEASURED = "defaults"
 _FORMAT = 1
 
 
@@ -119,23 +122,36 @@ def fit_link(points: Sequence[Point]) -> Fit:
 
 
 def links_path(hosts: Iterable[str], ranks_per_node: int) -> Path:
-    """Where the figures of these hosts lie: ``XMOE_CACHE_DIR``, else ``~/.cache/xmoe``, in its folder ``links``."""
-    named = os.environ.get("XMOE_CACHE_DIR")
-    folder = Path(named) if named else Path.home() / ".cache" / "xmoe"
+    """Where the figures of a job on these hosts lie, below :func:`links_folder`."""
     names = sorted(set(hosts))
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
-    return folder / "links" / f"{len(names)}x{ranks_per_node}-{digest}.json"
+    return links_folder() / f"{len(names)}x{ranks_per_node}-{digest}.json"
 
 
-def write_links(path: Path, *, intra_node: Link | None, inter_node: Link | None, setting: Mapping[str, Any]) -> None:
-    """Keeps figures in ``path``, whole or not at all; None where the machine has no such link (``setting`` is a note).
+def links_folder() -> Path:
+    """``XMOE_CACHE_DIR``, else ``~/.cache/xmoe``; measured figures lie in its folder ``links``."""
+    named = os.environ.get("XMOE_CACHE_DIR")
+    return (Path(named) if named else Path.home() / ".cache" / "xmoe") / "links"
 
-    Raises OSError where the file cannot be written.
+
+def write_links(
+    path: Path,
+    *,
+    intra_node: Link | None,
+    inter_node: Link | None,
+    hosts: Sequence[str],
+    setting: Mapping[str, Any],
+) -> None:
+    """Keeps what was measured on ``hosts`` in ``path``, whole or not at all.
+
+    A link is None where the job has none of its class; ``setting`` says more to people. Raises OSError where the file
+    cannot be written.
     """
     content = {
         "format": _FORMAT,
         "intra_node": _as_json(intra_node),
         "inter_node": _as_json(inter_node),
+        "hosts": list(hosts),
         "setting": dict(setting),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,37 +165,54 @@ def write_links(path: Path, *, intra_node: Link | None, inter_node: Link | None,
         raise
 
 
-def read_links(path: Path, *, default: Links = FRONTIER) -> Links:
-    """The figures in ``path``; a link the file has none for is ``default``'s. Raises ValueError naming the file."""
+def read_links(path: Path, *, default: Links = FRONTIER) -> tuple[Links, frozenset[str]]:
+    """The figures in ``path`` and the hosts they are of; a link the file has none for is ``default``'s.
+
+    Raises ValueError naming the file.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
             raise ValueError(f"format {content['format']!r}, and this version reads format {_FORMAT}")
-        return Links(
+        links = Links(
             intra_node=_from_json(content["intra_node"]) or default.intra_node,
             inter_node=_from_json(content["inter_node"]) or default.inter_node,
         )
+        return links, frozenset(content["hosts"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds no link figures ({error}); write it with 'xmoe bench links --out'") from error
+        raise ValueError(f"{path} holds no link figures ({type(error).__name__}: {error})") from error
 
 
-def find_links(hosts: Iterable[str], ranks_per_node: int, *, default: Links = FRONTIER) -> tuple[Links, str]:
+def find_links(hosts: Iterable[str], *, default: Links = FRONTIER) -> tuple[Links, str]:
     """Figures for these hosts, and where they come from.
 
     The file named by ``XMOE_LINKS`` where that is set (one file for all jobs of a machine whose jobs get other nodes
-    each time), else what was measured on the same hosts with as many ranks each, else ``default``. Raises ValueError
-    when the named file cannot be read; a spoilt file of the cache is passed over with a warning.
+    each time), else the newest measurement of which these hosts were part, else ``default`` and NOT_MEASURED. Raises
+    ConfigError when the named file cannot be read; a spoilt file of the cache is passed over with a warning.
     """
     named = os.environ.get(FILE_VARIABLE)
     if named:
-        return read_links(Path(named), default=default), named
-    path = links_path(hosts, ranks_per_node)
-    if path.exists():
         try:
-            return read_links(path, default=default), str(path)
+            return read_links(Path(named), default=default)[0], named
+        except ValueError as error:
+            raise ConfigError(FILE_VARIABLE, named, f"{error}; write it with 'xmoe bench links --out'") from error
+    wanted = set(hosts)
+    for path in sorted(links_folder().glob("*.json"), key=_age):
+        try:
+            links, measured = read_links(path, default=default)
         except ValueError as error:
             logger.warning("%s", error)
-    return default, "defaults"
+            continue
+        if wanted <= measured:
+            return links, str(path)
+    return default, NOT_MEASURED
+
+
+def _age(path: Path) -> float:
+    try:
+        return -path.stat().st_mtime
+    except OSError:  # replaced or removed just now
+        return math.inf
 
 
 def _as_json(link: Link | None) -> dict[str, float] | None:
