@@ -1,11 +1,12 @@
 """Trains a small network on ranks that nobody watches; the last one dies, or stops, in the middle of a dispatch.
 
-    python dead_rank_main.py FOLDER SIGNAL OPERATION SECTION
+    python dead_rank_main.py FOLDER '{NAME: {"signal": 9, "operation": "dispatch of rows", "section": {...}}, ...}'
 
-forks WORLD ranks once everything is imported; each ends as a Python process of its own does, by returning or raising.
-The last rank sends itself SIGNAL on entering OPERATION (the end of a collective's label) in step STEP. SECTION is the
-JSON of the "xmoe" section. When all others have ended, or LIMIT_S has passed, FOLDER/ends.json says with which status
-and how many seconds after the signal; what a rank wrote is in FOLDER/rank-N.log. Nothing here ends a survivor before.
+forks WORLD ranks for one scenario after the other, once everything is imported; each ends as a Python process of its
+own does, by returning or raising. The last rank sends itself the signal on entering the operation (the end of a
+collective's label) in step STEP; "section" is the "xmoe" section. When all others have ended, or LIMIT_S has passed,
+FOLDER/NAME/ends.json says with which status and how many seconds after the signal; what a rank wrote is in
+rank-N.log beside it. Nothing here ends a survivor before.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +53,7 @@ class Net(nn.Module):
         return x.square().sum()
 
 
-def train(rank: int, folder: Path, number: int, operation: str, section: dict[str, object]) -> None:
+def train(rank: int, folder: Path, scenario: dict[str, Any]) -> None:
     store = dist.FileStore(str(folder / "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     torch.manual_seed(0)
@@ -61,11 +63,11 @@ def train(rank: int, folder: Path, number: int, operation: str, section: dict[st
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**6,
-        "xmoe": section,
+        "xmoe": scenario["section"],
     }
     engine = initialize(model=net, model_parameters=list(net.parameters()), config=settings)[0]
     if rank == WORLD - 1:
-        _fall(folder, number, operation)
+        _fall(folder, scenario["signal"], scenario["operation"])
     for step in range(1, STEP + 2):
         engine.backward(engine(torch.randn(1, 5 + (rank + step) % 3, WIDTH)))
         engine.step()
@@ -85,9 +87,8 @@ def _fall(folder: Path, number: int, operation: str) -> None:
     dist.all_to_all_single = fall
 
 
-def main() -> None:
-    folder, number, operation = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    section = json.loads(sys.argv[4])
+def fork_ranks(scenario: dict[str, Any], folder: Path) -> dict[int, int]:
+    """Ranks by process; none in a rank that has trained to the end."""
     ranks: dict[int, int] = {}
     for rank in range(WORLD):
         pid = os.fork()
@@ -96,9 +97,14 @@ def main() -> None:
             log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            train(rank, folder, number, operation, section)
-            return  # to the end of the interpreter, like any rank
+            train(rank, folder, scenario)
+            return {}
         ranks[pid] = rank
+    return ranks
+
+
+def watch(ranks: dict[int, int], folder: Path) -> None:
+    """Waits for all ranks but the last, at most LIMIT_S, and writes how they ended."""
     ends, started = {}, time.monotonic()
     try:
         while len(ends) < WORLD - 1 and time.monotonic() - started < LIMIT_S:
@@ -113,7 +119,18 @@ def main() -> None:
         for pid, rank in ranks.items():
             if rank not in ends:
                 os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
     (folder / "ends.json").write_text(json.dumps(ends))
+
+
+def main() -> None:
+    for name, scenario in json.loads(sys.argv[2]).items():
+        folder = Path(sys.argv[1], name)
+        folder.mkdir()
+        ranks = fork_ranks(scenario, folder)
+        if not ranks:
+            return  # to the end of the interpreter, like any rank
+        watch(ranks, folder)
 
 
 if __name__ == "__main__":
