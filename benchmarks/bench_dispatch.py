@@ -49,7 +49,7 @@ try:
 except ModuleNotFoundError as error:
     fail(f"the benchmark needs the package {error.name!r}: pip install -r requirements/test.txt")
 
-OURS = ("gpu", "node", "node+gpu")
+OURS = ("piper", "gpu", "node", "node+gpu")
 PEERS = ("flat", "deepspeed", "autoep")
 PRELOAD = ("torch", "deepspeed", "xmoe.integrations.deepspeed", "dispatch_ranks")
 

@@ -2,6 +2,7 @@
 
 flat                    xmoe: one row for each (token, expert)
 gpu, node, node+gpu     xmoe: a token once for each destination GPU, once for each node, or once for each of both
+piper                   xmoe's flat rows, exchanged in phases after Piper's HALO (``dispatch_phased``)
 deepspeed               deepspeed.moe's exchange: every expert padded to the largest load, so that nothing is dropped
 autoep                  the exchange of DeepSpeed's AutoEP: one row for each (token, expert)
 
@@ -23,10 +24,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_layer import _AllToAllV, combine_from_routed, compute_split_plan
 from deepspeed.moe.sharded_moe import _AllToAll, _route_slots, _sparse_decode, _sparse_encode
+from dispatch_phased import PhasedDispatcher
 from torch import Tensor
 
 from xmoe.dispatch.base import Dispatcher
-from xmoe.dispatch.make import make_dispatcher
+from xmoe.dispatch.make import make_dispatcher, node_layout
 from xmoe.ops.collectives import Exchange
 from xmoe.permute import permute
 from xmoe.types import Routing, Traffic
@@ -128,6 +130,9 @@ def build(names: Sequence[str], num_experts: int, timeout_s: float) -> dict[str,
         if name in PEERS:
             made[name] = PEERS[name](scales_e, num_experts)
         else:
-            dispatcher = make_dispatcher(name, exchange, ranks_per_node=None, device=torch.device("cpu"))
+            if name == "piper":
+                dispatcher = PhasedDispatcher(exchange, node_layout(exchange.group, None, equal=True))
+            else:
+                dispatcher = make_dispatcher(name, exchange, ranks_per_node=None, device=torch.device("cpu"))
             made[name] = Ours(dispatcher, scales_e, num_experts)
     return made

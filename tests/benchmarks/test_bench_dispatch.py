@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dispatch_peers import expert_scales
+from dispatch_phased import reordered
 
 from xmoe.testing import run_ranks
 from xmoe.testing_cluster import Traffic, unavailable
@@ -53,7 +54,7 @@ def test_every_contestant_is_checked_counted_and_timed(tmp_path):
         return found[f"dispatch.{metric}", name]["value"]
 
     ours = ("gpu", "node", "node+gpu")
-    everybody = (*ours, "flat", "deepspeed", "autoep")
+    everybody = (*ours, "flat", "piper", "deepspeed", "autoep")
     for name in everybody:
         assert value("time", name) > 0
         assert 0.95 < value("counted_over_interface_bytes", name) < 1.0
@@ -64,7 +65,7 @@ def test_every_contestant_is_checked_counted_and_timed(tmp_path):
         assert value("host_syncs_per_layer", name) == 1
     rows = {name: value("inter_node_rows_over_lower_bound", name) for name in everybody}
     assert rows["node"] == rows["node+gpu"] == 1.0
-    assert 1.0 < rows["gpu"] < rows["flat"] == rows["autoep"] < rows["deepspeed"]
+    assert 1.0 < rows["gpu"] < rows["flat"] == rows["piper"] == rows["autoep"] < rows["deepspeed"]
     setting = found["dispatch.speedup_over_flat", "node+gpu"]["setting"]
     assert {key: setting[key] for key in ("nodes", "ranks_per_node", "dispatch", "k", "link_mbit_per_s")} == {
         "nodes": 2,
@@ -151,6 +152,12 @@ def test_host_reads_are_counted_once_each_and_only_inside():
     x.tolist()
     assert reads.count == len(seen)
     assert free
+
+
+def test_blocks_are_listed_by_their_second_index_first():
+    rows = torch.arange(6)[:, None]
+    assert reordered(rows, [[1, 2], [3, 0]])[:, 0].tolist() == [0, 3, 4, 5, 1, 2]
+    assert reordered(rows[:0], [[0, 0, 0]]).shape == (0, 1)
 
 
 def test_pairs_are_the_fewest_rows_that_cross(monkeypatch):
