@@ -190,37 +190,45 @@ def case_key(result: Result) -> tuple[Any, ...]:
 
 
 def draw(results: list[Result], path: Path) -> None:
-    """Time against redundancy, a panel for each cluster and link: the share of flat's crossing rows that repeat."""
+    """Time against redundancy (the share of flat's crossing rows that repeat), a panel for each cluster and link.
+
+    Times are over flat's, so that cases of different k share an axis; if bytes between nodes were all that counts,
+    a token's row sent once to each node would follow the dashed line.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels: dict[tuple[Any, ...], dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    keys = ("nodes", "ranks_per_node", "link_mbit_per_s")
-
+    flat_s = {case_key(found): found.value for found in of_flat(results, "dispatch.time")}
     redundancy = {
-        case_key(result): 1 - 1 / result.value
-        for result in results
-        if result.metric == "dispatch.inter_node_rows_over_lower_bound" and result.setting["dispatch"] == "flat"
+        case_key(found): 1 - 1 / found.value for found in of_flat(results, "dispatch.inter_node_rows_over_lower_bound")
     }
+    panels: dict[tuple[Any, ...], dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for result in results:
         if result.metric == "dispatch.time":
-            panel = panels[tuple(result.setting[key] for key in keys)]
-            panel[result.setting["dispatch"]].append((redundancy[case_key(result)], result.value))
+            case, setting = case_key(result), result.setting
+            panel = panels[setting["nodes"], setting["ranks_per_node"], setting["link_mbit_per_s"]]
+            panel[setting["dispatch"]].append((redundancy[case], result.value / flat_s[case]))
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False)
     for axis, ((nodes, ranks, link), lines) in zip(axes[0], panels.items(), strict=True):
+        axis.plot([0, 1], [1, 0], linestyle="--", color="grey", label="crossing bytes alone")
         for name, points in lines.items():
             axis.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
         axis.set(
             title=f"{nodes} nodes x {ranks} ranks, {link:g} Mbit/s",
-            xlabel="redundancy of crossing rows",
-            ylabel="dispatch + combine, forward + backward (s)",
+            xlabel="redundancy of flat's crossing rows",
+            ylabel="dispatch + combine, both directions: time over flat's",
+            xlim=(0, 1),
             ylim=(0, None),
         )
-        axis.legend()
+        axis.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+
+
+def of_flat(results: list[Result], metric: str) -> list[Result]:
+    return [result for result in results if result.metric == metric and result.setting["dispatch"] == "flat"]
 
 
 def cluster_size(text: str) -> tuple[int, int]:
@@ -240,7 +248,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--popularity", type=float, default=0.0, help="expert x is drawn with odds (x + 1) ** -s")
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each contestant")
-    parser.add_argument("--contestants", nargs="+", choices=[*PEERS, *OURS], default=[*PEERS, *OURS])
+    parser.add_argument(
+        "--contestants", nargs="+", choices=[*PEERS, *OURS], default=[*PEERS, *OURS], help="flat takes part always"
+    )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one setting")
     parser.add_argument("--picture", type=Path, help="draw time against redundancy into this file")
     return parser.parse_args()
@@ -259,7 +269,7 @@ def case_of(options: argparse.Namespace, nodes: int, ranks: int, link: float, k:
         link_mbit_per_s=link,
         rounds=options.rounds,
         timeout_s=options.timeout,
-        contestants=tuple(options.contestants),
+        contestants=tuple(dict.fromkeys(["flat", *options.contestants])),
     )
 
 
