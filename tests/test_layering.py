@@ -38,7 +38,7 @@ def row(third: str = "", own: str = "", lazy: str = "") -> Row:
 
 
 LAYER_BASE = (
-    "config topology layout placement cost kernels types groups replay ops balance router_settings router permute "
+    "config topology layout placement links cost kernels types groups replay ops balance router_settings router permute "
     "experts dispatch sequence_shard"
 )
 

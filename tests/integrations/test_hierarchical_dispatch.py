@@ -1,5 +1,6 @@
 """Hierarchical dispatch by the JSON: trained under the engine like flat's, and refused where nodes do not suit it."""
 
+import os
 import socket
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from ds_nets import PLAIN, Net, config, engine_of, gather_whole, init_distributed, local_state, train, whole_state
 
 from xmoe.integrations.deepspeed import initialize
+from xmoe.links import Link, write_links
 from xmoe.metrics import take_layer_loads
 from xmoe.testing import run_ranks
 
@@ -58,6 +60,27 @@ def test_training_by_any_dispatch_is_training_by_flat(world, ep_size, hosts, opt
                 assert ours.assigned_remote == theirs.assigned_remote == theirs.between_nodes
                 assert ours.between_nodes <= theirs.between_nodes
                 assert ours.redundancy >= theirs.redundancy == 0.0
+
+
+def chosen(links, hosts):
+    """What "auto" makes of both layers."""
+    os.environ["XMOE_LINKS"], os.environ["XMOE_CACHE_DIR"] = links, "/nowhere"
+    init_distributed()
+    live_on(hosts)
+    net = Net(ep_size=4, k=4, **PLAIN)
+    train(engine_of(net), range(2))
+    return [type(layer.deepspeed_moe.dispatcher).__name__ for layer in (net.a, net.b)]
+
+
+def test_auto_follows_the_measured_links(tmp_path):
+    path = tmp_path / "links.json"
+    link = Link(latency_s=0.0, bandwidth_bytes_per_s=1e6)
+    write_links(path, intra_node=link, inter_node=link, hosts=["a", "b"], setting={})
+    assert run_ranks(4, chosen, "", "aabb") == [["FlatDispatcher"] * 2] * 4
+    assert run_ranks(4, chosen, str(path), "aabb") == [["HierarchicalDispatcher"] * 2] * 4
+    answers = run_ranks(4, chosen, str(tmp_path / "none.json"), "aabb", return_exceptions=True)
+    assert [type(answer).__name__ for answer in answers] == ["ConfigError"] * 4
+    assert "XMOE_LINKS" in str(answers[3])
 
 
 def refused(section, hosts):

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from ..config import ConfigError
-from ..cost import DispatchName, Layer, choose_dispatch
+from ..cost import Layer, choose_dispatch
 from ..groups import host_names
 from ..links import NOT_MEASURED, find_links
 from ..topology import NodeLayout
+from .hierarchical import Levels
 
 logger = logging.getLogger(__name__)
 
 
-def agreed_dispatch(group: dist.ProcessGroup, layout: NodeLayout, layer: Layer) -> DispatchName:
+def agreed_dispatch(group: dist.ProcessGroup, layout: NodeLayout, layer: Layer) -> Literal["flat"] | Levels:
     """The choice for layers like ``layer`` by the link figures of the group's first rank. A collective of the group.
 
     Flat where nobody measured the links (``xmoe bench links``): figures of another machine would be a guess. Raises,
@@ -38,4 +39,4 @@ def agreed_dispatch(group: dist.ProcessGroup, layout: NodeLayout, layer: Layer) 
     choice = choose_dispatch(layout, layer, links)
     predicted = ", ".join(f"{estimate.dispatch} {estimate.seconds * 1e3:.3g} ms" for estimate in choice.estimates)
     logger.info("dispatch %r for %s by the links in %s; predicted: %s", choice.dispatch, layer, source, predicted)
-    return choice.dispatch
+    return "flat" if choice.dispatch == "local" else choice.dispatch
