@@ -18,9 +18,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xmoe.dispatch.blocks import transpose_blocks
-from xmoe.dispatch.hierarchical_plan import experts_of_slots
+from xmoe.dispatch.hierarchical_plan import (
+    Arrivals,
+    Sizes,
+    Where,
+    arrive,
+    depart,
+    experts_of_slots,
+    message_of,
+    read_sizes,
+    references_of,
+)
+from xmoe.kernels import reference
 from xmoe.testing import check_assignments
 from xmoe.topology import NodeLayout
+from xmoe.types import TokenBuffer
 
 LAYOUTS = {
     "1x4": [0, 0, 0, 0],
@@ -168,6 +180,42 @@ def test_plans_are_the_same_in_every_run():
         for hop, other in [(a.relay.first, b.relay.first), (a.relay.second, b.relay.second)]:
             assert torch.equal(hop.slot_ids_N, other.slot_ids_N)
             assert torch.equal(hop.places_TK, other.places_TK)
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+def test_the_plan_needs_no_value_of_the_device(levels):
+    """On tensors without values: whatever reads one, or takes its size from one, raises."""
+    layout = NodeLayout.from_hosts([0, 0, 1, 1])
+    where = Where.of(layout, 1, per_gpu="gpu" in levels, per_node="node" in levels, device=torch.device("meta"))
+    slots = torch.empty(7 * 3, dtype=torch.int32, device="meta")
+    buffer = TokenBuffer(
+        slot_ids_S=slots,
+        places_S=slots,
+        combine_weights_S=slots.float(),
+        tokens_per_expert_E=torch.empty(8, dtype=torch.int64, device="meta"),
+        num_tokens=7,
+        top_k=3,
+    )
+    departure = depart(buffer, where, reference)
+    arrivals = Arrivals.of(message_of(departure, where), where)
+    with pytest.raises(NotImplementedError):
+        read_sizes(departure, arrivals)  # the one that does
+    second = [3, 2] if where.num_places else []
+    sizes = Sizes(
+        first_sent=[4, 3, 2, 1],
+        first_received=[2, 2, 2, 2],
+        second_sent=second,
+        second_received=second,
+        assigned_sent=[5, 5, 5, 5],
+        assigned_received=[6, 4, 6, 4],
+        references_sent=[6, 6, 6, 6],
+        references_received=[6, 4, 6, 4 + sum(second)],
+        tokens_e=[11, 9],
+    )
+    assert references_of(departure, sizes).shape == (24,)
+    received = torch.empty(sum(sizes.references_received), dtype=torch.int32, device="meta")
+    plan = arrive(departure, arrivals, received, sizes, where=where, top_k=3)
+    assert plan.assignments_RK.shape == (8 + sum(second), 2)
 
 
 def test_a_small_plan_in_numbers():

@@ -90,18 +90,7 @@ class HierarchicalDispatcher:
         return traffic.inside_node + traffic.between_nodes
 
     def traffic(self, plan: HierarchicalPlan) -> Traffic:
-        first, second = plan.relay.first, plan.relay.second
-        neighbours = self.layout.members[self.layout.nodes[self.rank]]
-        inside = sum(first.send_splits[rank] for rank in neighbours)
-        to_self = first.send_splits[self.rank]
-        return Traffic(
-            to_self=to_self,
-            inside_node=inside - to_self + (sum(second.send_splits) if second is not None else 0),
-            between_nodes=sum(first.send_splits) - inside,
-            received=plan.relay.num_arrived - first.recv_splits[self.rank],
-            assigned=plan.num_assigned,
-            assigned_remote=plan.num_assigned - sum(plan.weight_splits_sent[rank] for rank in neighbours),
-        )
+        return traffic_of(plan, self.layout, self.rank)
 
     def _where_on(self, device: torch.device) -> Where:
         if device not in self._where:
@@ -109,3 +98,18 @@ class HierarchicalDispatcher:
                 self.layout, self.rank, per_gpu=self._per_gpu, per_node=self._per_node, device=device
             )
         return self._where[device]
+
+
+def traffic_of(plan: HierarchicalPlan, layout: NodeLayout, rank: int) -> Traffic:
+    """What ``rank`` moves by ``plan``."""
+    first, second = plan.relay.first, plan.relay.second
+    neighbours = layout.members[layout.nodes[rank]]
+    inside, to_self = sum(first.send_splits[other] for other in neighbours), first.send_splits[rank]
+    return Traffic(
+        to_self=to_self,
+        inside_node=inside - to_self + (sum(second.send_splits) if second is not None else 0),
+        between_nodes=sum(first.send_splits) - inside,
+        received=plan.relay.num_arrived - first.recv_splits[rank],
+        assigned=plan.num_assigned,
+        assigned_remote=plan.num_assigned - sum(plan.weight_splits_sent[other] for other in neighbours),
+    )
