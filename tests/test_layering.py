@@ -38,8 +38,8 @@ def row(third: str = "", own: str = "", lazy: str = "") -> Row:
 
 
 LAYER_BASE = (
-    "config topology layout placement links cost kernels types groups replay ops balance router_settings router permute "
-    "experts dispatch sequence_shard"
+    "config topology layout placement links cost kernels types groups replay ops balance router_settings router "
+    "permute experts dispatch sequence_shard"
 )
 
 TABLE: dict[str, Row] = {
