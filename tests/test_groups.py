@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from xmoe.config import ConfigError
-from xmoe.groups import raise_together, same_everywhere, warm_up
+from xmoe.groups import TensorParallelUnit, raise_together, same_everywhere, warm_up
 from xmoe.testing import run_ranks
 
 
@@ -90,3 +90,22 @@ def warm_again():
 @pytest.mark.dist
 def test_every_group_is_warmed_once():
     assert run_ranks(2, warm_again) == [6, 6]
+
+
+def units():
+    rank = dist.get_rank()
+    unit = TensorParallelUnit(2)
+    of_batch = dist.get_process_group_ranks(unit.get_tensor_model_parallel_group())
+    of_place = dist.get_process_group_ranks(unit.get_data_parallel_group())
+    assert of_batch[unit.get_model_parallel_rank()] == of_place[unit.get_data_parallel_rank()] == rank
+    assert (len(of_batch), len(of_place)) == (unit.get_model_parallel_world_size(), unit.get_data_parallel_world_size())
+    with pytest.raises(ValueError, match=r"tensor-parallel size \(4\) must divide the number of ranks \(6\)"):
+        TensorParallelUnit(4)
+    return of_batch, of_place
+
+
+@pytest.mark.dist
+def test_a_tensor_parallel_unit_lays_out_consecutive_ranks():
+    found = run_ranks(6, units)
+    assert [of_batch for of_batch, _ in found] == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5]]
+    assert [of_place for _, of_place in found] == [[0, 2, 4], [1, 3, 5]] * 3

@@ -188,8 +188,8 @@ class ModelConfig(_Section):
     tp_size: int = Field(
         1,
         gt=0,
-        description="Ranks of a tensor-parallel group: they train on the same tokens, each with the whole of everything "
-        "but the experts. With xmoe.sequence_shard each computes a slice of the tokens in the MoE blocks.",
+        description="Ranks of a tensor-parallel group: they train on the same tokens, each with all of the model but "
+        "the experts. With xmoe.sequence_shard each computes a slice of the tokens in the MoE blocks.",
     )
     capacity_factor: float | None = Field(
         None, gt=0, description="Expert capacity in units of the mean load; null drops nothing."
@@ -239,8 +239,8 @@ class ModelConfig(_Section):
             (
                 "ep_size",
                 self.ep_size % self.tp_size == 0,
-                f"must be a multiple of tp_size ({self.tp_size}), so that DeepSpeed's checkpoints hold every expert where "
-                "it is looked for",
+                f"must be a multiple of tp_size ({self.tp_size}): ranks that hold the same experts then have the same "
+                "place in their tensor-parallel groups, by which DeepSpeed names the experts' checkpoint files",
             ),
         ]
         for key, holds, allowed in checks:

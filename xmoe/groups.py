@@ -104,3 +104,41 @@ def part_of_group(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.
         parts[key] = dist.new_group(members, backend=dist.get_backend(group), use_local_synchronization=True)
         warm_up(parts[key], device)
     return parts[key]
+
+
+class TensorParallelUnit:
+    """An ``mpu``, as Megatron's: ``size`` consecutive ranks share one batch, ranks of one place make data parallel.
+
+    Making it is a collective of all ranks. Raises ValueError when the groups do not divide the ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        if size < 1 or world % size:
+            raise ValueError(f"tensor-parallel size ({size}) must divide the number of ranks ({world})")
+        self._size = size
+        tensor = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+        data = [dist.new_group(list(range(place, world, size))) for place in range(size)]
+        self._tensor, self._data = tensor[rank // size], data[rank % size]
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._tensor
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._size
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank() % self._size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._data
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size() // self._size
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank() // self._size
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank

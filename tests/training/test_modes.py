@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import pytest
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
 
-def losses(work: Path, name: str, *settings: str) -> list[dict[str, Any]]:
+def losses(work: Path, name: str, *settings: str, world: int = 2) -> list[dict[str, Any]]:
     overrides = [argument for setting in settings for argument in ("--set", setting)]
-    answers = jobs.run_on_ranks(work, "train", "--config", "run.json", "--name", name, *overrides, world=2)
-    assert answers == [(0, "")] * 2
+    answers = jobs.run_on_ranks(work, "train", "--config", "run.json", "--name", name, *overrides, world=world)
+    assert answers == [(0, "")] * world
     lines = [json.loads(line) for line in (work / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["kind"] == "train"]
 
@@ -53,6 +54,32 @@ def test_equal_losses_norms_and_loads(work: Path, plain: list[dict[str, Any]], s
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
         assert other["load_cv"] == pytest.approx(one["load_cv"], abs=1e-9)
         assert other["effective_tflops_per_s"] == pytest.approx(other["nominal_tflops_per_s"])
+
+
+@pytest.mark.parametrize("sequence_shard", ["true", "false"])
+def test_two_ranks_for_each_batch_have_the_losses_of_one(
+    work: Path, plain: list[dict[str, Any]], sequence_shard: str
+) -> None:
+    settings = ["model.tp_size=2", "model.ep_size=4", f"xmoe.sequence_shard={sequence_shard}"]
+    found = losses(work, f"shard-{sequence_shard}", *settings, world=4)
+    for one, other in zip(plain, found, strict=True):
+        assert other["loss_bits_per_byte"] == pytest.approx(one["loss_bits_per_byte"], abs=1e-6)
+        assert other["aux_loss"] == pytest.approx(one["aux_loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+        assert other["load_cv"] == pytest.approx(one["load_cv"], abs=1e-9)
+        assert other["effective_tflops_per_s"] == pytest.approx(other["nominal_tflops_per_s"])
+
+
+def test_two_ranks_for_each_batch_resume(work: Path) -> None:
+    settings = ["model.tp_size=2", "model.ep_size=2", "xmoe.sequence_shard=true", "run.save_interval=2"]
+    whole = losses(work, "saved", *settings, world=4)
+    shutil.rmtree(work / "runs/saved/checkpoints/step_00000004")
+    overrides = [argument for setting in settings for argument in ("--set", setting)]
+    command = ["train", "--config", "run.json", "--name", "saved", "--resume", *overrides]
+    assert jobs.run_on_ranks(work, *command, world=4) == [(0, "")] * 4
+    lines = [json.loads(line) for line in (work / "runs/saved/metrics.jsonl").read_text().splitlines()]
+    again = [line for line in lines if line["kind"] == "train"]
+    assert [line["loss_bits_per_byte"] for line in again] == [line["loss_bits_per_byte"] for line in whole]
 
 
 def test_dropped_rows_are_reported_and_not_counted_as_work(work: Path) -> None:

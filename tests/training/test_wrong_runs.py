@@ -69,10 +69,15 @@ def test_a_mistake_on_one_rank(work: Path, sections: dict[str, dict[str, Any]], 
         ({"data": {"paths": ["nowhere"]}}, "data.paths[0] is 'nowhere': no such file or folder"),
         ({"data": {"sequence_length": 100000}}, "data.sequence_length is 100000: the "),
         ({"model": {"ep_size": 8}}, "model.ep_size is 8: must divide the number of ranks (4)"),
+        (
+            {"model": {"ep_size": 3, "tp_size": 3, "num_experts": 9}},
+            "model.ep_size is 3: must divide the number of ranks",
+        ),
+        ({"model": {"ep_size": 2, "tp_size": 4}}, "model.ep_size is 2: must be a multiple of tp_size (4)"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3"),
         ({"train_micro_batch_size_per_gpu": 0}, "refused by DeepSpeed: Train batch size: 0 has to be"),
     ],
-    ids=["missing-path", "short-text", "ep-size", "zero-3", "micro-batch"],
+    ids=["missing-path", "short-text", "ep-size", "sizes-of-3", "tp-size", "zero-3", "micro-batch"],
 )
 def test_a_mistake_on_all_ranks(work: Path, sections: dict[str, Any], message: str) -> None:
     for rank in range(jobs.WORLD):

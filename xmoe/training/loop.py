@@ -92,10 +92,10 @@ class Trainer:
 
     def _train_step(self, step: int) -> StepMetrics:
         """Runs the micro-batches of one optimizer step and sums what all ranks measured."""
-        rank = dist.get_rank()
+        data_rank, place = divmod(dist.get_rank(), self.config.model.tp_size)
         losses, aux_losses, num_tokens = [], [], 0
         for index in range(self.sampler.accumulation):
-            starts = self.sampler.starts(step - 1, rank, accumulation_index=index)
+            starts = self.sampler.starts(step - 1, data_rank, accumulation_index=index)
             tokens_BS, targets_BS = read_batch(
                 self.corpus.train, starts, length=self.sampler.sequence_length, device=self.engine.device
             )
@@ -104,7 +104,7 @@ class Trainer:
             self.engine.step()
             losses.append(loss.detach().double())
             aux_losses.append(aux_loss.detach().double())
-            num_tokens += targets_BS.numel()
+            num_tokens += targets_BS.numel() if place == 0 else 0
         local = LocalStep(
             loss_sum_nats=float(torch.stack(losses).sum()),
             aux_loss_sum=float(torch.stack(aux_losses).sum()),
@@ -171,6 +171,7 @@ class Trainer:
             length=self.sampler.sequence_length,
             count=num_sequences,
             micro_batch=self.sampler.micro_batch,
+            tp_size=self.config.model.tp_size,
         )
         return bits_per_token / self.corpus.held_out_bytes_per_token
 

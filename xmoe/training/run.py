@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from xmoe.config import ConfigError, TrainConfig
-from xmoe.groups import raise_together
+from xmoe.groups import TensorParallelUnit, raise_together
 from xmoe.integrations.deepspeed import MoE, init_distributed, initialize
 from xmoe.integrations.deepspeed.activation import activation_checkpoint
 from xmoe.models.flops import count_flops
@@ -95,7 +95,7 @@ def _run(request: RunRequest, stop: StopRequest) -> None:
     if request.resume:
         _together(lambda: checkpoints.newest(folder / "checkpoints"))
 
-    seed_everything(config.run.seed)
+    seed_everything(config.run.seed, data_rank=dist.get_rank() // config.model.tp_size)
     ds_config = _together(lambda: _deepspeed_config(config, folder), only_rank=0)
     engine = _build_engine(config, ds_config, vocab_size=split.vocabulary.size)
     made_with = _made_with(config, engine, fingerprint=split.fingerprint())
@@ -164,12 +164,12 @@ def _check_across_ranks(request: RunRequest, config: TrainConfig) -> None:
             f"other settings on rank {dist.get_rank()} than on rank 0",
             "start every rank with the same",
         )
-    if world % config.model.ep_size:
-        raise ConfigError(
-            "model.ep_size",
-            config.model.ep_size,
-            f"must divide the number of ranks ({world}); start more or lower it",
-        )
+    for key in ("ep_size", "tp_size"):
+        size = getattr(config.model, key)
+        if world % size:
+            raise ConfigError(
+                f"model.{key}", size, f"must divide the number of ranks ({world}); start more or lower it"
+            )
 
 
 def _plan_run(request: RunRequest, config: TrainConfig, folder: Path) -> Split:
@@ -186,11 +186,11 @@ def _plan_run(request: RunRequest, config: TrainConfig, folder: Path) -> Split:
     return plan_corpus(config.data)
 
 
-def seed_everything(seed: int) -> None:
-    """Seeds this rank's noise. Each rank draws its own; weights have generators of their own."""
-    random.seed(seed + dist.get_rank())
-    np.random.seed((seed + dist.get_rank()) % 2**32)
-    torch.manual_seed(seed + dist.get_rank())
+def seed_everything(seed: int, *, data_rank: int) -> None:
+    """Seeds this rank's noise, which ranks of other tokens draw otherwise; weights have generators of their own."""
+    random.seed(seed + data_rank)
+    np.random.seed((seed + data_rank) % 2**32)
+    torch.manual_seed(seed + data_rank)
 
 
 def _open_corpus(config: TrainConfig, cache: Path) -> Corpus:
@@ -208,8 +208,9 @@ def _build_engine(config: TrainConfig, ds_config: dict[str, Any], *, vocab_size:
         seed=config.run.seed,
         deepspeed_checkpoint=activation_checkpoint,
     )
+    mpu = TensorParallelUnit(config.model.tp_size) if config.model.tp_size > 1 else None
     try:
-        engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)
+        engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=ds_config, mpu=mpu)
     except AssertionError as error:
         # DeepSpeed's way of refusing its own settings, the same on every rank.
         logger.debug("DeepSpeed refused its settings", exc_info=True)
@@ -243,8 +244,10 @@ def _deepspeed_config(config: TrainConfig, folder: Path) -> dict[str, Any]:
 
 def _made_with(config: TrainConfig, engine: Any, *, fingerprint: str) -> dict[str, Any]:
     """What must be the same for a checkpoint to continue, by JSON path where there is one."""
+    # A size of 1 goes unsaid, as in checkpoints older than the setting.
+    left_out = _CHANGEABLE | ({"tp_size"} if config.model.tp_size == 1 else set())
     return {
-        "model": config.model.model_dump(exclude=_CHANGEABLE),
+        "model": config.model.model_dump(exclude=left_out),
         "data": {
             "text": fingerprint,
             "seed": config.data.seed,
@@ -298,7 +301,7 @@ def _make_sampler(config: TrainConfig, engine: Any, corpus: Corpus) -> Sampler:
         seed=config.data.seed,
         micro_batch=engine.train_micro_batch_size_per_gpu(),
         accumulation=engine.gradient_accumulation_steps(),
-        world=dist.get_world_size(),
+        world=dist.get_world_size() // config.model.tp_size,
     )
 
 
@@ -314,7 +317,8 @@ def _announce(display: Display, config: TrainConfig, engine: Any, corpus: Corpus
         f"{num_parameters[0] + num_parameters[1] * model.ep_size:,} parameters: {model.num_layers} layers, "
         f"{model.num_layers - model.num_dense_layers} of them with {model.num_experts} experts, top-{model.top_k}; "
         f"{dist.get_world_size()} ranks, expert parallel {model.ep_size}, "
-        f"ZeRO {engine.zero_optimization_stage()}"
+        + (f"tensor parallel {model.tp_size}, " if model.tp_size > 1 else "")
+        + f"ZeRO {engine.zero_optimization_stage()}"
     )
     num_bytes = [
         round(len(corpus.train) * corpus.train_bytes_per_token),

@@ -22,7 +22,7 @@ class LocalStep:
     ``loss_sum_nats``   sum over micro-batches of the mean cross-entropy
     ``aux_loss_sum``    sum over micro-batches of the summed auxiliary losses
     ``num_micro_batches``  micro-batches summed
-    ``num_tokens``      tokens trained on
+    ``num_tokens``      tokens trained on, counted by one of the ranks that share them
     ``loads``           one entry per MoE layer, in the same order on every rank
     ``stop``            this rank was asked to stop
     """

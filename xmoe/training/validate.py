@@ -34,14 +34,18 @@ def spread_starts(num_tokens: int, *, length: int, count: int) -> NDArray[np.int
 
 
 @torch.no_grad()
-def validation_bits(engine: Any, stream: NDArray[Any], *, length: int, count: int, micro_batch: int) -> float:
+def validation_bits(
+    engine: Any, stream: NDArray[Any], *, length: int, count: int, micro_batch: int, tp_size: int = 1
+) -> float:
     """Mean bits per token over ``count`` held-out sequences of ``length`` tokens, shared out over the ranks.
+
+    ``tp_size`` consecutive ranks take the same sequences.
 
     Collective. Every rank runs the same number of batches, since an MoE layer's exchange needs all of them: a rank
     whose share is short repeats a sequence without counting it. Random states and layer loads are left as if
     nothing had run.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world = dist.get_rank() // tp_size, dist.get_world_size() // tp_size
     starts = spread_starts(len(stream), length=length, count=count)
     num_batches = math.ceil(len(starts) / (world * micro_batch))
     mine = np.resize(starts[rank::world], num_batches * micro_batch) if len(starts) > rank else None
