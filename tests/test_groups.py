@@ -1,11 +1,20 @@
 """Agreement between ranks: one error for all, and communicators that are warm."""
 
+import socket
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from xmoe.config import ConfigError
-from xmoe.groups import TensorParallelUnit, raise_together, same_everywhere, warm_up
+from xmoe.groups import (
+    TensorParallelUnit,
+    host_names,
+    part_of_group,
+    raise_together,
+    same_everywhere,
+    warm_up,
+)
 from xmoe.testing import run_ranks
 
 
@@ -109,3 +118,27 @@ def test_a_tensor_parallel_unit_lays_out_consecutive_ranks():
     found = run_ranks(6, units)
     assert [of_batch for of_batch, _ in found] == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5]]
     assert [of_place for _, of_place in found] == [[0, 2, 4], [1, 3, 5]] * 3
+
+
+def parts():
+    rank = dist.get_rank()
+    calls = []
+    socket.gethostname = lambda: (calls.append(1), "ab"[rank % 2])[1]
+    group = dist.group.WORLD
+    assert [host_names(group) for _ in range(2)] == [["a", "b", "a", "b"]] * 2
+    assert len(calls) == 1
+    own = [other for other in range(4) if other % 2 == rank % 2]
+    part = part_of_group(group, own, torch.device("cpu"))
+    assert part_of_group(group, own, torch.device("cpu")) is part
+    assert dist.get_process_group_ranks(part) == own
+    total = torch.tensor(10**rank)
+    dist.all_reduce(total, group=part)
+    with pytest.raises(ValueError, match=r"ranks \[3, 1\] of the job must ascend"):
+        part_of_group(group, [3, 1], torch.device("cpu"))
+    dist.barrier()
+    return int(total)
+
+
+@pytest.mark.dist
+def test_parts_of_a_group_are_made_once_by_their_own_ranks():
+    assert run_ranks(4, parts) == [101, 1010, 101, 1010]

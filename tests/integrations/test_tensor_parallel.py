@@ -197,13 +197,14 @@ def test_whole_experts_equal_one_process_and_the_native_layer():
     """Outputs, gradients and norms; the tensor-parallel ranks hold different experts."""
     cases = [{"stage": 0, **PLAIN}, {"stage": 1, "clip": 0.1, **ROOM}, {"stage": 2, **PLAIN}]
     cases += [{"ep_size": 1, **PLAIN}, {"ep_size": 4, "clip": 0.1, **PLAIN}]
+    cases += [{"ep_size": 4, "dispatch": "node+gpu", "ranks_per_node": 2, **PLAIN}]
     run_ranks(4, _check_both, False, cases, timeout_s=90)
 
 
 def test_split_experts_equal_one_process_and_the_native_layer():
     """The same with enable_expert_tensor_parallelism: an expert's halves on the tensor-parallel ranks."""
     cases = [{"stage": 0, "clip": 0.1, **PLAIN}, {"stage": 1, "clip": 0.1, **ROOM}, {"stage": 2, **PLAIN}]
-    cases += [{"ep_size": 1, **PLAIN}]
+    cases += [{"ep_size": 1, **PLAIN}, {"dispatch": "node", "ranks_per_node": 2, **PLAIN}]
     run_ranks(4, _check_both, True, cases, timeout_s=90)
 
 
