@@ -63,7 +63,7 @@ TABLE: dict[str, Row] = {
     "xmoe.replay": row("torch"),
     "xmoe.groups": row("torch", "config layout"),
     "xmoe.ops": row("torch", "kernels"),
-    "xmoe.link_bench": row("torch", "groups ops links"),
+    "xmoe.link_bench": row("torch", "ops links"),
     "xmoe.balance": row("torch", "kernels ops"),
     "xmoe.router_settings": row("torch", "kernels config balance"),
     "xmoe.router": row("torch", "types kernels ops replay balance router_settings sequence_shard"),

@@ -17,15 +17,16 @@ from xmoe.launch import cli
 from xmoe.link_bench import measure_links
 from xmoe.links import find_links, links_path
 from xmoe.testing import run_ranks
+from xmoe.testing_cluster import ClusterShape, EmulatedCluster, unavailable
 
 pytestmark = pytest.mark.dist
 
-MAX_BYTES = 4 * 2**20
+MAX_BYTES = 16 * 2**20
 
 
 def measure(host_of_rank: list[str]):
     host = host_of_rank[dist.get_rank()]
-    return measure_links(torch.device("cpu"), max_bytes=MAX_BYTES, rounds=5, host=host)
+    return measure_links(torch.device("cpu"), max_bytes=MAX_BYTES, rounds=8, host=host)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,32 @@ def measure_one_size():
     return measure_links(torch.device("cpu"), max_bytes=1024, rounds=3, host="a")
 
 
+# Two tiers of known speed
+
+LINK_MBIT_PER_S = 200.0
+
+
+def measure_between_nodes():
+    dist.init_process_group("gloo")
+    return measure_links(torch.device("cpu"), max_bytes=2**22, rounds=8)
+
+
+def test_links_of_a_given_speed_are_measured_as_such():
+    if reason := unavailable():
+        pytest.skip(reason)
+    shape = ClusterShape(num_nodes=2, ranks_per_node=2, link_mbit_per_s=LINK_MBIT_PER_S)
+    with EmulatedCluster(shape, preload=["torch.distributed", "pytest", "xmoe.link_bench"]) as cluster:
+        report = cluster.run(measure_between_nodes, timeout_s=100).values[0]
+    assert report.hosts == ("node0", "node1")
+    wire = LINK_MBIT_PER_S * 1e6 / 8
+    largest = {(m.pattern, m.link_class): m.points[-1].num_bytes / m.points[-1].seconds for m in report.measurements}
+    assert largest["point-to-point", "inter-node"] == pytest.approx(wire, rel=0.1)
+    # Both ranks of a node send at once, and share its link. Small sizes pass an idle link faster than its rate.
+    assert report.fit_of("all-to-all", "inter-node").link.bandwidth_bytes_per_s == pytest.approx(wire / 2, rel=0.4)
+    assert largest["all-to-all", "inter-node"] < 0.55 * wire
+    assert report.fit_of("all-to-all", "intra-node").link.bandwidth_bytes_per_s > wire
+
+
 # The command
 
 
@@ -124,7 +151,7 @@ def launch(world: int, *arguments: str, environ: dict[str, str]) -> list[subproc
     from xmoe.launch.env import _free_port
 
     port = str(_free_port())
-    command = [sys.executable, "-P", "-m", "xmoe.launch.cli", "bench", "links", "--max-mib", "4", *arguments]
+    command = [sys.executable, "-P", "-m", "xmoe.launch.cli", "bench", "links", "--max-mib", "16", *arguments]
     started = []
     for rank in range(world):
         place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)

@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 FILE_VARIABLE = "XMOE_LINKS"
 NOT_MEASURED = "defaults"
 _FORMAT = 1
+_MAX_ITERATIONS = 200
+# Of the largest size's time, that its bytes must take: less is lost in what repeated measurements differ by.
+_LEAST_SHARE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,36 +92,66 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """``link``, and the RMS of (predicted - measured) / measured over the points it was fitted to."""
+    """``link``, and the RMS over the points of log(predicted / measured), for small errors the RMS relative error."""
 
     link: Link
     relative_error: float
 
 
 def fit_link(points: Sequence[Point]) -> Fit:
-    """The link that minimises the sum of squared relative errors; neither figure below zero.
+    """The link with the least squares of log(predicted / measured).
 
-    Relative, because sizes span decades: absolute errors would leave the latency to the noise of the largest size.
-    Raises ValueError for fewer than two sizes of a message, or for times that do not grow with the size.
+    Logarithms, because sizes span decades: plain errors would leave the latency to the noise of the largest size, and
+    relative ones would rather halve every time than double one. Raises ValueError for messages of one size, and for
+    times that hardly grow with the size.
     """
-    # seconds ~ latency * messages + inverse * bytes, each equation divided by its seconds.
-    a = [point.messages / point.seconds for point in points]
-    b = [point.num_bytes / point.seconds for point in points]
-    aa, bb = sum(x * x for x in a), sum(x * x for x in b)
-    ab = sum(x * y for x, y in zip(a, b, strict=True))
-    sum_a, sum_b = sum(a), sum(b)
-    determinant = aa * bb - ab * ab
-    if determinant <= 1e-12 * aa * bb:
+    if len({point.num_bytes / point.messages for point in points}) < 2:
         raise ValueError("latency and bandwidth cannot be told apart: all messages had one size")
-    latency = (sum_a * bb - sum_b * ab) / determinant
-    inverse = (sum_b * aa - sum_a * ab) / determinant
-    if inverse <= 0:
+    smallest, largest = min(points, key=_message_bytes), max(points, key=_message_bytes)
+    # Levenberg and Marquardt's method on the logarithms of latency and of seconds a byte, which keeps both positive.
+    found = (math.log(smallest.seconds / smallest.messages), math.log(largest.seconds / largest.num_bytes))
+    error, damping = _log_errors(found, points), 1e-3
+    for _ in range(_MAX_ITERATIONS):
+        step = _newton_step(found, points, damping)
+        tried = (found[0] + step[0], found[1] + step[1])
+        tried_error = _log_errors(tried, points)
+        if tried_error < error:
+            gain, found, error, damping = error - tried_error, tried, tried_error, damping / 4
+            if gain < 1e-12 * error:
+                break
+        else:
+            damping *= 4
+            if damping > 1e12:
+                break
+    link = Link(latency_s=math.exp(found[0]), bandwidth_bytes_per_s=math.exp(-found[1]))
+    if largest.num_bytes / link.bandwidth_bytes_per_s < _LEAST_SHARE * largest.seconds:
         raise ValueError("larger messages took no longer: measure larger ones")
-    if latency < 0:
-        latency, inverse = 0.0, sum_b / bb
-    link = Link(latency_s=latency, bandwidth_bytes_per_s=1.0 / inverse)
-    errors = [link.seconds(messages=p.messages, num_bytes=p.num_bytes) / p.seconds - 1.0 for p in points]
-    return Fit(link=link, relative_error=math.sqrt(sum(e * e for e in errors) / len(errors)))
+    return Fit(link=link, relative_error=math.sqrt(error / len(points)))
+
+
+def _message_bytes(point: Point) -> float:
+    return point.num_bytes / point.messages
+
+
+def _parts(logs: tuple[float, float], point: Point) -> tuple[float, float]:
+    return point.messages * math.exp(logs[0]), point.num_bytes * math.exp(logs[1])
+
+
+def _log_errors(logs: tuple[float, float], points: Sequence[Point]) -> float:
+    return sum(math.log(sum(_parts(logs, point)) / point.seconds) ** 2 for point in points)
+
+
+def _newton_step(logs: tuple[float, float], points: Sequence[Point], damping: float) -> tuple[float, float]:
+    aa = bb = ab = ar = br = 0.0
+    for point in points:
+        by_latency, by_bytes = _parts(logs, point)
+        predicted = by_latency + by_bytes
+        a, b, error = by_latency / predicted, by_bytes / predicted, math.log(predicted / point.seconds)
+        aa, bb, ab, ar, br = aa + a * a, bb + b * b, ab + a * b, ar + a * error, br + b * error
+    aa, bb = aa + damping, bb + damping
+    determinant = aa * bb - ab * ab
+    steps = (ab * br - bb * ar) / determinant, (ab * ar - aa * br) / determinant
+    return max(min(steps[0], 1.0), -1.0), max(min(steps[1], 1.0), -1.0)
 
 
 def links_path(hosts: Iterable[str], ranks_per_node: int) -> Path:
