@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from .layer import RoutedMLP
-from .types import Traffic
+from .types import Traffic as Traffic
 
 
 @dataclass(frozen=True, kw_only=True)

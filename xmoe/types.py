@@ -123,7 +123,7 @@ class DispatchPlan(ExpertPlan):
     recv_splits: list[int]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Traffic:
     """Rows that one direction of a forward moves, as one rank sees it, from its plan's numbers on the host.
 

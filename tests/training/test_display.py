@@ -26,8 +26,21 @@ VIEW = StepView(
     load_cv=0.31,
     dead_experts=3,
     all_to_all_bytes=7_500_000,
+    between_nodes_bytes=2_500_000,
+    redundancy=0.25,
+    busiest_receiver=1.5,
 )
-SHOWN = ["2.500 bits/byte", "12,346 tokens/s", "0.0432 TFLOP/s", "0.0456 TFLOP/s", "12.5 %", "0.31", "3", "7.5 MB"]
+SHOWN = [
+    "2.500 bits/byte",
+    "12,346 tokens/s",
+    "0.0432 TFLOP/s",
+    "0.0456 TFLOP/s",
+    "12.5 %",
+    "0.31",
+    "3",
+    "7.5 MB",
+    "2.5 between nodes",
+]
 
 
 def show(*, terminal: bool, num_steps: int = 80, active: bool = True) -> str:

@@ -7,18 +7,20 @@ import math
 import pytest
 import torch
 
-from xmoe.metrics import LayerLoad
+from xmoe.metrics import LayerLoad, Traffic
 from xmoe.testing import run_ranks
 from xmoe.training.step_metrics import LocalStep, StepMetrics, reduce_step
 
 
-def load(name: str, selected: list[int], routed: list[int]) -> LayerLoad:
+def load(name: str, selected: list[int], routed: list[int], *, received: int = 5) -> LayerLoad:
     return LayerLoad(
         name=name,
         selected_E=torch.tensor(selected),
         routed_E=torch.tensor(routed),
         computed_rows=sum(routed),
         all_to_all_bytes=100,
+        between_nodes_bytes=60,
+        traffic=Traffic(between_nodes=3, inside_node=2, received=received, assigned_remote=4),
     )
 
 
@@ -38,6 +40,10 @@ def test_one_rank() -> None:
     assert metrics.selected_LE.tolist() == [[4, 0, 2, 2], [2, 2, 2, 2]]
     assert metrics.computed_rows == 14
     assert metrics.all_to_all_bytes == 200
+    assert metrics.between_nodes_bytes == 120
+    assert metrics.traffic == Traffic(between_nodes=6, inside_node=4, received=10, assigned_remote=8)
+    assert metrics.traffic.redundancy == 0.25
+    assert metrics.busiest_receiver == 1.0
     assert metrics.dropped_share == pytest.approx(2 / 16)
     # Loads 4, 0, 2, 2 have mean 2 and standard deviation sqrt(2); the other layer is even.
     assert metrics.load_cv == pytest.approx(math.sqrt(2) / 2 / 2)
@@ -52,7 +58,8 @@ def test_a_model_without_moe_layers() -> None:
 
 def step_of_rank() -> StepMetrics:
     rank = torch.distributed.get_rank()
-    return reduce_step(local(load("b", [rank, 2**40], [0, 2**40]), stop=rank == 1), torch.device("cpu"))
+    own = load("b", [rank, 2**40], [0, 2**40], received=3 + 6 * rank)
+    return reduce_step(local(own, stop=rank == 1), torch.device("cpu"))
 
 
 @pytest.mark.dist
@@ -62,4 +69,6 @@ def test_ranks_agree_on_sums_and_on_stopping_when_one_was_asked() -> None:
         assert step.stop
         assert step.num_tokens == 128
         assert step.selected_LE.tolist() == [[1, 2**41]]
+        assert step.received_W.tolist() == [3, 9]
+        assert step.busiest_receiver == 1.5
         assert step.loss_bits == pytest.approx(1.0)

@@ -33,6 +33,8 @@ class StepView:
     ``tokens_per_s``            tokens of all ranks over the step's wall time
     ``effective_tflops_per_s``  operations really computed, in 1e12 per second over all ranks
     ``nominal_tflops_per_s``    the same if every token kept all of its experts
+    ``redundancy``              share of the rows between nodes that one for each expert would send and were not sent
+    ``busiest_receiver``        rows that the busiest rank received from others, over the ranks' mean
     """
 
     loss_bits_per_byte: float
@@ -47,6 +49,9 @@ class StepView:
     load_cv: float
     dead_experts: int
     all_to_all_bytes: int
+    between_nodes_bytes: int
+    redundancy: float
+    busiest_receiver: float
 
     def cells(self) -> list[tuple[str, str]]:
         """Names and formatted values, for both kinds of display."""
@@ -58,7 +63,7 @@ class StepView:
             ("dropped", f"{100 * self.dropped_share:.1f} %"),
             ("load CV", f"{self.load_cv:.2f}"),
             ("dead experts", f"{self.dead_experts}"),
-            ("all-to-all", f"{self.all_to_all_bytes / 1e6:.1f} MB"),
+            ("all-to-all", f"{self.all_to_all_bytes / 1e6:.1f} MB, {self.between_nodes_bytes / 1e6:.1f} between nodes"),
         ]
 
 

@@ -133,6 +133,9 @@ class Trainer:
             load_cv=metrics.load_cv,
             dead_experts=metrics.num_dead_experts,
             all_to_all_bytes=metrics.all_to_all_bytes,
+            between_nodes_bytes=metrics.between_nodes_bytes,
+            redundancy=metrics.traffic.redundancy,
+            busiest_receiver=metrics.busiest_receiver,
         )
         self._add_to_window(step, metrics)
         self.display.step(step, view)
