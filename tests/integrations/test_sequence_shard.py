@@ -222,6 +222,49 @@ def test_input_that_deepspeed_has_cut_is_not_cut_again():
     run_ranks(4, _ulysses, timeout_s=120)
 
 
+class AutoTPNet(Net):
+    """A dense block before the layers, which AutoTP splits."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.up, self.down = nn.Linear(D, 16), nn.Linear(16, D)
+
+    def forward(self, x, y):
+        return super().forward(x + self.down(torch.relu(self.up(x))), y)
+
+
+def _auto_tp():
+    init_distributed()
+    whole, rank = whole_state(AutoTPNet, k=2, **TIGHT), dist.get_rank()
+    kinds = {"up": "column", "down": "row"}
+    specs = [{"patterns": [rf".*{name}\.weight$"], "partition_type": kind} for name, kind in kinds.items()]
+    for stage in (1, 2):
+        expected = unsharded(AutoTPNet, whole, [batch(0, place) for place in range(2)], k=2, **TIGHT)
+        net = AutoTPNet(with_shared, ep_size=4, k=2, **TIGHT)
+        net.load_state_dict(local_state(whole, net))
+        tensor_parallel = {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
+        section = {"tensor_parallel": tensor_parallel, "xmoe": {"sequence_shard": True}}
+        ds = config(kind="SGD", lr=1.0, stage=stage, **section)
+        engine = initialize(model=net, model_parameters=list(net.parameters()), config=ds)[0]
+        assert net.up.weight.shape == (8, D)
+        assert net.a.deepspeed_moe.sequence_shard.num_ranks == 2
+        x, y = batch(0, rank // 2)
+        x.requires_grad_()
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        assert_close(loss.detach(), expected[0][rank // 2], what=f"stage {stage} loss")
+        assert_close(x.grad, expected[1][rank // 2], what=f"stage {stage} input")
+        found = gather_whole(nn.ModuleDict({"a": net.a, "b": net.b}))
+        assert found.keys() == {key for key in expected[2] if key[:2] in ("a.", "b.")}
+        for key, value in found.items():
+            assert_close(value, expected[2][key], what=f"stage {stage} {key}")
+
+
+def test_equals_the_unsharded_layers_under_auto_tp():
+    run_ranks(4, _auto_tp, timeout_s=90)
+
+
 def _start(net, mpu, **section):
     return initialize(model=net, config=config(kind="SGD", xmoe=section), mpu=mpu)
 

@@ -117,8 +117,9 @@ def gather_over_ranks(values: Tensor, exchange: Exchange) -> Tensor:
     """``values`` of every rank, ``[W, *values.shape]``, in rank order; the same shape on all. Not differentiable."""
     world = dist.get_world_size(exchange.group)
     found = values.new_empty(world * values.numel())
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
     # gloo gathers into a flat buffer from a flat tensor only.
-    work = dist.all_gather_into_tensor(found, values.reshape(-1), group=exchange.group, async_op=True)
+    work = gather(found, values.reshape(-1), group=exchange.group, async_op=True)
     finish(work, exchange, on_host=values.device.type == "cpu")
     return found.view(world, *values.shape)
 
