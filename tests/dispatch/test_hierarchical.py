@@ -384,3 +384,37 @@ def autocasted(levels):
 
 def test_autocast_over_ranks():
     run_ranks(4, autocasted, "node+gpu")
+
+
+# What backward keeps
+
+
+def keep(levels):
+    """Rows kept for backward, and rows and assignments on this rank."""
+    rank = dist.get_rank()
+    layer = make_layer(12, 6, rank=rank, world=4)
+    dispatcher = dispatcher_of(levels, 2)
+    layer.set_dispatcher(dispatcher)
+    plans = []
+    plan = dispatcher.plan
+    dispatcher.plan = lambda buffer: (plans.append(plan(buffer)), plans[-1])[1]
+    x, _ = inputs_of(rank, 20)
+    own = {parameter.data_ptr() for parameter in layer.parameters()} | {x.data_ptr()}
+    kept = {}
+
+    def pack(tensor):
+        if tensor.dim() == 2 and tensor.shape[1] == HIDDEN and tensor.is_floating_point():
+            kept[tensor.data_ptr()] = len(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x)
+    rows = sum(count for address, count in kept.items() if address not in own)
+    return rows, plans[0].relay.num_arrived, plans[0].row_ids_M.numel()
+
+
+@pytest.mark.parametrize("levels", ["gpu", "node+gpu"])
+def test_backward_keeps_each_row_once_however_many_experts_it_serves(levels):
+    for kept, arrived, assigned in run_ranks(4, keep, levels):
+        assert kept == arrived
+        assert arrived < 0.8 * assigned
