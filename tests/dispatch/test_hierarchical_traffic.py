@@ -64,7 +64,8 @@ def test_flat_redundancy_is_none():
 
 
 def loads_of(rank_TK, node_of_rank, own_node):
-    pilot_TK = choose_pilots(rank_TK, torch.tensor(node_of_rank), own_node=own_node, kernels=reference)
+    pilot_KT = choose_pilots(rank_TK.t(), torch.tensor(node_of_rank), own_node=own_node, kernels=reference)
+    pilot_TK = pilot_KT.t()
     pairs = {(token, rank) for token, ranks in enumerate(pilot_TK.tolist()) for rank in ranks}
     num_ranks = len(node_of_rank) - 1
     return pilot_TK, [sum(rank == other for _, other in pairs) for rank in range(num_ranks)]

@@ -153,41 +153,41 @@ def experts_of_slots(buffer: TokenBuffer) -> Tensor:
 def depart(buffer: TokenBuffer, where: Where, kernels: Any) -> Departure:
     """The route of every slot. ``kernels`` (``xmoe.kernels``, either form) counts and sorts."""
     top_k, assigned_We = buffer.top_k, buffer.tokens_per_expert_E.view(where.num_ranks, -1)
-    rank_TK = experts_of_slots(buffer) // assigned_We.shape[1]
-    hop_TK = rank_TK
+    # Tokens last: a token's slots are compared with each other along memory.
+    rank_KT = (experts_of_slots(buffer) // assigned_We.shape[1]).t().contiguous()
+    hop_KT = rank_KT
     if where.per_node:
-        hop_TK = choose_pilots(rank_TK, where.node_of_rank_W1, own_node=where.own_node, kernels=kernels)
-    kept_TK = rank_TK < where.num_ranks
-    remote_TK = kept_TK & (where.node_of_rank_W1[rank_TK] != where.own_node)
-    second_TK = rank_TK != hop_TK
-    earlier_KK = earlier_slots(top_k, rank_TK.device)
+        hop_KT = choose_pilots(rank_KT, where.node_of_rank_W1, own_node=where.own_node, kernels=kernels)
+    kept_KT = rank_KT < where.num_ranks
+    remote_KT = kept_KT & (where.node_of_rank_W1[rank_KT] != where.own_node)
+    second_KT = rank_KT != hop_KT
+    earlier_KK1 = earlier_slots(top_k, rank_KT.device)
 
-    # Whether slot k shares its first row, its second row, its last row with slot j: [T, k, j].
-    shares_TK1 = (kept_TK if where.per_gpu else kept_TK & remote_TK & where.per_node)[:, :, None]
-    first_TKK = shares_TK1 & (hop_TK[:, :, None] == hop_TK[:, None, :])
-    second_TKK = second_TK[:, :, None] & second_TK[:, None, :] & (rank_TK[:, :, None] == rank_TK[:, None, :])
-    second_TKK &= where.per_gpu
-    last_TKK = torch.where(second_TK[:, :, None], second_TKK, first_TKK & ~second_TK[:, None, :])
+    # Whether slot k shares its first row, its second row, its last row with slot j of its token: [k, j, T].
+    same_hop_KKT = hop_KT[:, None] == hop_KT
+    first_KKT = (kept_KT if where.per_gpu else remote_KT & where.per_node)[:, None] & same_hop_KKT
+    second_KKT = second_KT[:, None] & second_KT & (rank_KT[:, None] == rank_KT) & where.per_gpu
+    last_KKT = torch.where(second_KT[:, None], second_KKT, first_KKT & ~second_KT)
 
-    first = _Rows.of(first_TKK, earlier_KK, kept_TK, hop_TK, where.num_ranks, kernels)
-    way_TK = hop_TK * where.num_places + where.place_of_rank_W1[rank_TK]
-    second = _Rows.of(second_TKK, earlier_KK, second_TK, way_TK, where.num_ranks * where.num_places, kernels)
+    first = _Rows.of(first_KKT & earlier_KK1, kept_KT, hop_KT, where.num_ranks, kernels)
+    way_KT = hop_KT * where.num_places + where.place_of_rank_W1[rank_KT]
+    second = _Rows.of(second_KKT & earlier_KK1, second_KT, way_KT, where.num_ranks * where.num_places, kernels)
     second_WP = second.counts.view(where.num_ranks, where.num_places)
-    row_TK = first.ref_TK
+    row_KT = first.ref_KT
     if where.num_places:
         # A rank numbers the rows of one source: those of the first hop, then those each neighbour passes on.
         blocks_WQ = torch.cat([first.counts[:, None], _received(second_WP, where)], dim=1)
         before_WQ = pad(blocks_WQ.cumsum(1), (0, 0, 0, 1))
-        before_TK = before_WQ[rank_TK, where.place_of_rank_W1[hop_TK]]
-        row_TK = torch.where(second_TK, before_TK + second.ref_TK, row_TK)
-    served_TK = row_TK * where.serving_width(top_k, assigned_We.shape[1]) + (last_TKK & earlier_KK).sum(dim=2)
-    copy_TK = 1 + (second.leads_TK[:, None, :] & (hop_TK[:, :, None] == hop_TK[:, None, :]) & earlier_KK).sum(dim=2)
-    passed_on_TK = first.ref_TK * where.passing_width(top_k) + copy_TK
+        before_KT = before_WQ[rank_KT, where.place_of_rank_W1[hop_KT]]
+        row_KT = torch.where(second_KT, before_KT + second.ref_KT, row_KT)
+    served_KT = row_KT * where.serving_width(top_k, assigned_We.shape[1]) + (last_KKT & earlier_KK1).sum(dim=1)
+    copy_KT = 1 + (second.leads_KT & same_hop_KKT & earlier_KK1).sum(dim=1)
+    passed_on_KT = first.ref_KT * where.passing_width(top_k) + copy_KT
     return Departure(
         slot_ids_S=first.slot_ids_S,
         places_S=first.places_S,
-        passed_on_S=passed_on_TK.view(-1)[second.slot_ids_S].to(torch.int32),
-        served_S=served_TK.view(-1)[buffer.slot_ids_S].to(torch.int32),
+        passed_on_S=passed_on_KT.t().reshape(-1)[second.slot_ids_S].to(torch.int32),
+        served_S=served_KT.t().reshape(-1)[buffer.slot_ids_S].to(torch.int32),
         first_W=first.counts,
         second_WP=second_WP,
         assigned_We=assigned_We,
@@ -199,37 +199,37 @@ class _Rows:
     """Rows of one hop: one for each set of slots that share one, led by the first of them.
 
     ``slot_ids_S``, ``places_S``  leaders by way, then slot, then all other slots; and the inverse
-    ``counts``    rows of each way; ``ref_TK`` place of a slot's row among those of its way
+    ``counts``    rows of each way; ``ref_KT`` place of a slot's row among those of its way
     """
 
-    leads_TK: Tensor
+    leads_KT: Tensor
     slot_ids_S: Tensor
     places_S: Tensor
     counts: Tensor
-    ref_TK: Tensor
+    ref_KT: Tensor
 
     @classmethod
-    def of(
-        cls, shares_TKK: Tensor, earlier_KK: Tensor, has_row_TK: Tensor, way_TK: Tensor, num_ways: int, kernels: Any
-    ) -> _Rows:
-        top_k = way_TK.shape[1]
-        slots_K = torch.arange(top_k, device=way_TK.device)
-        leader_TK = torch.where(shares_TKK & earlier_KK, slots_K, slots_K[:, None]).amin(dim=2)
-        leads_TK = has_row_TK & (leader_TK == slots_K)
+    def of(cls, follows_KKT: Tensor, has_row_KT: Tensor, way_KT: Tensor, num_ways: int, kernels: Any) -> _Rows:
+        """``follows_KKT``: whether slot k shares its row with slot j before it."""
+        slots_K1 = torch.arange(way_KT.shape[0], device=way_KT.device)[:, None]
+        # Sums, as torch reduces sums along this dimension ten times faster on a CPU than minima.
+        is_first_KT = follows_KKT.sum(dim=1) == 0
+        leader_KT = torch.where(is_first_KT, slots_K1, ((follows_KKT & is_first_KT) * slots_K1).sum(dim=1))
+        leads_KT = has_row_KT & is_first_KT
         if not num_ways:
-            zeros_TK = torch.zeros_like(way_TK)
-            order_S = torch.arange(way_TK.numel(), dtype=torch.int32, device=way_TK.device)
+            zeros_KT = torch.zeros_like(way_KT)
+            order_S = torch.arange(way_KT.numel(), dtype=torch.int32, device=way_KT.device)
             return cls(
-                leads_TK=leads_TK, slot_ids_S=order_S, places_S=order_S, counts=zeros_TK.new_empty(0), ref_TK=zeros_TK
+                leads_KT=leads_KT, slot_ids_S=order_S, places_S=order_S, counts=zeros_KT.new_empty(0), ref_KT=zeros_KT
             )
-        ids_TK = torch.where(leads_TK, way_TK, -1).to(torch.int32)
+        ids_TK = torch.where(leads_KT, way_KT, -1).t().to(torch.int32).contiguous()
         slot_ids_S, places_S = kernels.sort_slots(ids_TK, num_ways)
         counts = kernels.count_ids(ids_TK, num_ways)
         starts = counts.cumsum(0) - counts
         # A slot without a row may have any way: its entry means nothing.
-        start_TK = starts[torch.where(has_row_TK, way_TK, 0)]
-        ref_TK = places_S.view_as(way_TK).long().gather(1, leader_TK) - start_TK
-        return cls(leads_TK=leads_TK, slot_ids_S=slot_ids_S, places_S=places_S, counts=counts, ref_TK=ref_TK)
+        start_KT = starts[torch.where(has_row_KT, way_KT, 0)]
+        ref_KT = places_S.view_as(ids_TK).t().long().gather(0, leader_KT) - start_KT
+        return cls(leads_KT=leads_KT, slot_ids_S=slot_ids_S, places_S=places_S, counts=counts, ref_KT=ref_KT)
 
 
 def _received(second_WP: Tensor, where: Where) -> Tensor:

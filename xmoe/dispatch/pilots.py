@@ -22,41 +22,42 @@ _FIRST_WEIGHT, _MAX_WEIGHT = 2**12, 2**20
 
 
 def earlier_slots(top_k: int, device: torch.device) -> Tensor:
-    """bool ``[K, K]``: whether j comes before k."""
-    return torch.ones(top_k, top_k, dtype=torch.bool, device=device).tril(-1)
+    """bool ``[K, K, 1]``: at ``[k, j]`` whether slot j of a token comes before its slot k."""
+    return torch.ones(top_k, top_k, dtype=torch.bool, device=device).tril(-1)[:, :, None]
 
 
-def choose_pilots(rank_TK: Tensor, node_of_rank_W1: Tensor, *, own_node: int, kernels: Any) -> Tensor:
-    """int64 ``[T, K]``: the rank each slot's row goes to first, its pilot where its expert is on another node.
+def choose_pilots(rank_KT: Tensor, node_of_rank_W1: Tensor, *, own_node: int, kernels: Any) -> Tensor:
+    """int64 ``[K, T]``: the rank each slot's row goes to first, its pilot where its expert is on another node.
 
-    ``rank_TK`` are the ranks of the slots' experts, W where a slot has none. ``kernels`` counts.
+    ``rank_KT`` are the ranks of the slots' experts, W where a slot has none; tokens come last, so that comparisons of
+    a token's slots run along memory. ``kernels`` counts.
 
-    Example: ranks [[2, 3, 0]], nodes of two ranks, own node 0: both remote slots get 2, or both get 3.
+    Example: ranks [[2], [3], [0]], nodes of two ranks, own node 0: both remote slots get 2, or both get 3.
     """
-    num_ranks, top_k = node_of_rank_W1.numel() - 1, rank_TK.shape[1]
-    node_TK = node_of_rank_W1[rank_TK]
-    is_remote_TK = (rank_TK < num_ranks) & (node_TK != own_node)
-    together_TKK = (node_TK[:, :, None] == node_TK[:, None, :]) & is_remote_TK[:, None, :]
-    earlier_KK = earlier_slots(top_k, rank_TK.device)
-    before_TKK = together_TKK & earlier_KK
-    is_repeated_TK = ((rank_TK[:, :, None] == rank_TK[:, None, :]) & earlier_KK).any(dim=2)
-    is_candidate_TK = is_remote_TK & ~is_repeated_TK
-    dial_T1 = torch.arange(rank_TK.shape[0], device=rank_TK.device)[:, None] * _GOLDEN % 2**_BITS
+    num_ranks, (top_k, num_tokens) = node_of_rank_W1.numel() - 1, rank_KT.shape
+    node_KT = node_of_rank_W1[rank_KT]
+    is_remote_KT = (rank_KT < num_ranks) & (node_KT != own_node)
+    together_KKT = (node_KT[:, None] == node_KT) & is_remote_KT
+    earlier_KK1 = earlier_slots(top_k, rank_KT.device)
+    before_KKT = together_KKT & earlier_KK1
+    is_first_KT = ((rank_KT[:, None] == rank_KT) & earlier_KK1).sum(dim=1) == 0
+    is_candidate_KT = is_remote_KT & is_first_KT
+    dial_T = torch.arange(num_tokens, device=rank_KT.device) * _GOLDEN % 2**_BITS
 
     def draw(weight_W1: Tensor) -> Tensor:
-        weight_TK = torch.where(is_candidate_TK, weight_W1[rank_TK], 0)
-        before_TK = (before_TKK * weight_TK[:, None, :]).sum(dim=2)
-        point_TK = dial_T1 * (together_TKK * weight_TK[:, None, :]).sum(dim=2) >> _BITS
-        return is_candidate_TK & (before_TK <= point_TK) & (point_TK < before_TK + weight_TK)
+        weight_KT = torch.where(is_candidate_KT, weight_W1[rank_KT], 0)
+        before_KT = (before_KKT * weight_KT).sum(dim=1)
+        point_KT = dial_T * (together_KKT * weight_KT).sum(dim=1) >> _BITS
+        return is_candidate_KT & (before_KT <= point_KT) & (point_KT < before_KT + weight_KT)
 
     weight_W1 = torch.full_like(node_of_rank_W1, _FIRST_WEIGHT)
-    chosen_TK = draw(weight_W1)
+    chosen_KT = draw(weight_W1)
     for power in _POWERS:
-        load_W = kernels.count_ids(torch.where(chosen_TK, rank_TK, -1).to(torch.int32), num_ranks)
+        load_W = kernels.count_ids(torch.where(chosen_KT, rank_KT, -1).to(torch.int32), num_ranks)
         weight_W1 = _follow(weight_W1, load_W, node_of_rank_W1, power=power)
-        chosen_TK = draw(weight_W1)
-    pilot_TK = (together_TKK * torch.where(chosen_TK, rank_TK, 0)[:, None, :]).sum(dim=2)
-    return torch.where(is_remote_TK, pilot_TK, rank_TK)
+        chosen_KT = draw(weight_W1)
+    pilot_KT = (together_KKT * torch.where(chosen_KT, rank_KT, 0)).sum(dim=1)
+    return torch.where(is_remote_KT, pilot_KT, rank_KT)
 
 
 def _follow(weight_W1: Tensor, load_W: Tensor, node_of_rank_W1: Tensor, *, power: int) -> Tensor:
