@@ -1,34 +1,21 @@
-"""Hierarchical dispatch over gloo ranks: payloads bit by bit, layers against one process, what the host waits for."""
+"""Hierarchical dispatch over gloo ranks: payloads bit by bit, and layers against one process."""
 
 import pytest
 import torch
 import torch.distributed as dist
+from hierarchical_layers import UNEVEN, dispatcher_of, inputs_of, make_layer
 from hierarchy import LEVELS, routing_of, wanted_assignments, wanted_rows
-from syncs import recorded_syncs
-from torch import nn
 
-from xmoe.dispatch.make import make_dispatcher
 from xmoe.dispatch.tensor_parallel import SharedTokens
-from xmoe.experts import Experts
-from xmoe.layer import RoutedMLP
 from xmoe.ops.collectives import Exchange
 from xmoe.permute import permute
 from xmoe.replay import fresh_decisions
-from xmoe.router import RouterSettings, TopKRouter
 from xmoe.testing import assert_close, check_assignments, run_ranks
 from xmoe.topology import NodeLayout
 
 pytestmark = pytest.mark.dist
 
-HIDDEN = 8
-UNEVEN = [5, 6, 0, 13, 1, 9, 0, 4]
 SHAPES = [(1, 2), (1, 4), (2, 1), (2, 2), (4, 2), (2, 4)]  # nodes, ranks on each
-
-
-def dispatcher_of(levels, ranks_per_node, *, group=None, **options):
-    options = {"label": "blocks.3.moe", "timeout_s": 30.0} | options
-    exchange = Exchange(group=dist.group.WORLD if group is None else group, **options)
-    return make_dispatcher(levels, exchange, ranks_per_node=ranks_per_node, device=torch.device("cpu"))
 
 
 # Dispatch alone: a row says which token of which rank it is, so that any misroute changes a number.
@@ -95,52 +82,6 @@ def test_every_row_arrives_where_its_experts_are(nodes, ranks_per_node, guard):
 # The whole layer against one process that sees all tokens
 
 
-class Tanh(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x):
-        return torch.tanh(self.fc(x))
-
-
-class SwiGLU(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(HIDDEN, 12, bias=False), nn.Linear(HIDDEN, 12, bias=False)
-        self.down_proj = nn.Linear(12, HIDDEN, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-EXPERTS = {"fused": SwiGLU, "loop": Tanh}
-
-
-def fill(module, logical_id):
-    generator = torch.Generator().manual_seed(logical_id)
-    for parameter in module.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-
-
-def make_layer(num_experts, k, *, rank=0, world=1, expert="fused", dispatcher=None, **options):
-    settings = RouterSettings(top_k=k, **({"drop_tokens": False, "sample_second_expert": False} | options))
-    gate = TopKRouter(HIDDEN, num_experts, settings=settings)
-    local = num_experts // world
-    experts = Experts(EXPERTS[expert](), local, first_id=rank * local, initialize=fill)
-    layer = RoutedMLP(gate, experts, dispatcher=dispatcher).double()
-    fill(gate, 99)
-    return layer
-
-
-def inputs_of(rank, tokens, kind="random"):
-    generator = torch.Generator().manual_seed(100 + rank)
-    x = torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64)
-    if kind == "skewed":
-        x = 0.2 * x + torch.linspace(-1, 1, HIDDEN, dtype=torch.float64)
-    return x.requires_grad_(), torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64)
-
-
 def train_layers(ranks_per_node, cases):
     torch.use_deterministic_algorithms(True)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -203,78 +144,6 @@ def test_layers_equal_one_process(nodes, ranks_per_node):
             else:
                 found = sum(answer[index][4][name] for answer in answers)
             assert_close(found, reference.grad, what=f"{name} of {levels} {num_experts} {k} {kind} {expert}")
-
-
-# One exchange of counts, one of references, one sync, one order
-
-
-def record(levels, ranks_per_node):
-    rank, world = dist.get_rank(), dist.get_world_size()
-    layers = [make_layer(2 * world, 3, rank=rank, world=world) for _ in range(2)]
-    for index, layer in enumerate(layers):
-        layer.set_dispatcher(dispatcher_of(levels, ranks_per_node, label=f"layer{index}"))
-    x, upstream = inputs_of(rank, UNEVEN[rank])
-    calls = []
-    all_to_all = dist.all_to_all_single
-
-    def recorded(output, input, *splits, **options):
-        calls.append(("rows" if input.dim() == 2 else str(input.dtype), dist.get_world_size(options["group"])))
-        return all_to_all(output, input, *splits, **options)
-
-    dist.all_to_all_single = recorded
-    with recorded_syncs() as syncs:
-        y, first, _ = layers[0](x)
-        y, second, _ = layers[1](y)
-        loss = (y * upstream).sum() + first + second
-        forward = len(calls)
-        loss.backward()
-    return calls[:forward], calls[forward:], list(syncs)
-
-
-@pytest.mark.parametrize(
-    ("levels", "nodes", "ranks_per_node"), [("gpu", 2, 2), ("node", 2, 2), ("node+gpu", 2, 2), ("node+gpu", 1, 2)]
-)
-def test_one_sync_and_two_collectives_before_rows_move(levels, nodes, ranks_per_node):
-    world = nodes * ranks_per_node
-    answers = run_ranks(world, record, levels, ranks_per_node)
-    assert all(answer == answers[0] for answer in answers)
-    forward, backward, syncs = answers[0]
-    assert syncs == ["tolist"] * 2  # one for each layer, none in backward
-    counts, references, weights = ("torch.int64", world), ("torch.int32", world), ("torch.float64", world)
-    hops = [("rows", world)]
-    if "node" in levels and nodes > 1:
-        hops.append(("rows", ranks_per_node))
-    one_layer = [counts, references, *hops, weights, *hops[::-1]]
-    assert forward == 2 * one_layer
-    assert backward == 2 * [*hops, weights, *hops[::-1]]
-
-
-def test_the_recorder_sees_what_waits():
-    x = torch.tensor([1, 0, 2])
-    waiting = {
-        "item": lambda: x[0].item(),
-        "tolist": lambda: x.tolist(),
-        "numpy": lambda: x.numpy(),
-        "cpu": lambda: x.cpu(),
-        "__bool__": lambda: bool(x[0]),
-        "__int__": lambda: int(x[0]),
-        "__getitem__": lambda: x[x > 0],
-        "nonzero": lambda: torch.nonzero(x),
-        "where": lambda: torch.where(x > 0),
-        "unique": lambda: x.unique(),
-        "masked_select": lambda: x.masked_select(x > 0),
-        "bincount": lambda: torch.bincount(x),
-        "repeat_interleave": lambda: torch.repeat_interleave(x, x),
-        "to": lambda: x.to("cpu"),
-    }
-    for name, call in waiting.items():
-        with recorded_syncs() as syncs:
-            call()
-        assert syncs == [name]
-    with recorded_syncs() as syncs:
-        torch.repeat_interleave(x, x, output_size=3)
-        torch.where(x > 0, x, 0).to(torch.int32)[x]
-    assert syncs == []
 
 
 # Checkpointing: the recompute sends rows again, and decides nothing
@@ -384,37 +253,3 @@ def autocasted(levels):
 
 def test_autocast_over_ranks():
     run_ranks(4, autocasted, "node+gpu")
-
-
-# What backward keeps
-
-
-def keep(levels):
-    """Rows kept for backward, and rows and assignments on this rank."""
-    rank = dist.get_rank()
-    layer = make_layer(12, 6, rank=rank, world=4)
-    dispatcher = dispatcher_of(levels, 2)
-    layer.set_dispatcher(dispatcher)
-    plans = []
-    plan = dispatcher.plan
-    dispatcher.plan = lambda buffer: (plans.append(plan(buffer)), plans[-1])[1]
-    x, _ = inputs_of(rank, 20)
-    own = {parameter.data_ptr() for parameter in layer.parameters()} | {x.data_ptr()}
-    kept = {}
-
-    def pack(tensor):
-        if tensor.dim() == 2 and tensor.shape[1] == HIDDEN and tensor.is_floating_point():
-            kept[tensor.data_ptr()] = len(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x)
-    rows = sum(count for address, count in kept.items() if address not in own)
-    return rows, plans[0].relay.num_arrived, plans[0].row_ids_M.numel()
-
-
-@pytest.mark.parametrize("levels", ["gpu", "node+gpu"])
-def test_backward_keeps_each_row_once_however_many_experts_it_serves(levels):
-    for kept, arrived, assigned in run_ranks(4, keep, levels):
-        assert kept == arrived
-        assert arrived < 0.8 * assigned

@@ -1,0 +1,117 @@
+"""What hierarchical dispatch costs: waits of the host, collectives before rows move, and what backward keeps."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hierarchical_layers import HIDDEN, UNEVEN, dispatcher_of, inputs_of, make_layer
+from syncs import recorded_syncs
+
+from xmoe.testing import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+# One exchange of counts, one of references, one sync, one order
+
+
+def record(levels, ranks_per_node):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layers = [make_layer(2 * world, 3, rank=rank, world=world) for _ in range(2)]
+    for index, layer in enumerate(layers):
+        layer.set_dispatcher(dispatcher_of(levels, ranks_per_node, label=f"layer{index}"))
+    x, upstream = inputs_of(rank, UNEVEN[rank])
+    calls = []
+    all_to_all = dist.all_to_all_single
+
+    def recorded(output, input, *splits, **options):
+        calls.append(("rows" if input.dim() == 2 else str(input.dtype), dist.get_world_size(options["group"])))
+        return all_to_all(output, input, *splits, **options)
+
+    dist.all_to_all_single = recorded
+    with recorded_syncs() as syncs:
+        y, first, _ = layers[0](x)
+        y, second, _ = layers[1](y)
+        loss = (y * upstream).sum() + first + second
+        forward = len(calls)
+        loss.backward()
+    return calls[:forward], calls[forward:], list(syncs)
+
+
+@pytest.mark.parametrize(
+    ("levels", "nodes", "ranks_per_node"), [("gpu", 2, 2), ("node", 2, 2), ("node+gpu", 2, 2), ("node+gpu", 1, 2)]
+)
+def test_one_sync_and_two_collectives_before_rows_move(levels, nodes, ranks_per_node):
+    world = nodes * ranks_per_node
+    answers = run_ranks(world, record, levels, ranks_per_node)
+    assert all(answer == answers[0] for answer in answers)
+    forward, backward, syncs = answers[0]
+    assert syncs == ["tolist"] * 2  # one for each layer, none in backward
+    counts, references, weights = ("torch.int64", world), ("torch.int32", world), ("torch.float64", world)
+    hops = [("rows", world)]
+    if "node" in levels and nodes > 1:
+        hops.append(("rows", ranks_per_node))
+    one_layer = [counts, references, *hops, weights, *hops[::-1]]
+    assert forward == 2 * one_layer
+    assert backward == 2 * [*hops, weights, *hops[::-1]]
+
+
+def test_the_recorder_sees_what_waits():
+    x = torch.tensor([1, 0, 2])
+    waiting = {
+        "item": lambda: x[0].item(),
+        "tolist": lambda: x.tolist(),
+        "numpy": lambda: x.numpy(),
+        "cpu": lambda: x.cpu(),
+        "__bool__": lambda: bool(x[0]),
+        "__int__": lambda: int(x[0]),
+        "__getitem__": lambda: x[x > 0],
+        "nonzero": lambda: torch.nonzero(x),
+        "where": lambda: torch.where(x > 0),
+        "unique": lambda: x.unique(),
+        "masked_select": lambda: x.masked_select(x > 0),
+        "bincount": lambda: torch.bincount(x),
+        "repeat_interleave": lambda: torch.repeat_interleave(x, x),
+        "to": lambda: x.to("cpu"),
+    }
+    for name, call in waiting.items():
+        with recorded_syncs() as syncs:
+            call()
+        assert syncs == [name]
+    with recorded_syncs() as syncs:
+        torch.repeat_interleave(x, x, output_size=3)
+        torch.where(x > 0, x, 0).to(torch.int32)[x]
+    assert syncs == []
+
+
+# What backward keeps
+
+
+def keep(levels):
+    """Rows kept for backward, and rows and assignments on this rank."""
+    rank = dist.get_rank()
+    layer = make_layer(12, 6, rank=rank, world=4)
+    dispatcher = dispatcher_of(levels, 2)
+    layer.set_dispatcher(dispatcher)
+    plans = []
+    plan = dispatcher.plan
+    dispatcher.plan = lambda buffer: (plans.append(plan(buffer)), plans[-1])[1]
+    x, _ = inputs_of(rank, 20)
+    own = {parameter.data_ptr() for parameter in layer.parameters()} | {x.data_ptr()}
+    kept = {}
+
+    def pack(tensor):
+        if tensor.dim() == 2 and tensor.shape[1] == HIDDEN and tensor.is_floating_point():
+            kept[tensor.data_ptr()] = len(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x)
+    rows = sum(count for address, count in kept.items() if address not in own)
+    return rows, plans[0].relay.num_arrived, plans[0].row_ids_M.numel()
+
+
+@pytest.mark.parametrize("levels", ["gpu", "node+gpu"])
+def test_backward_keeps_each_row_once_however_many_experts_it_serves(levels):
+    for kept, arrived, assigned in run_ranks(4, keep, levels):
+        assert kept == arrived
+        assert arrived < 0.8 * assigned
