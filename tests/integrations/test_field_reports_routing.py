@@ -214,7 +214,7 @@ def test_evaluation_on_rank_zero_alone_is_told_not_hung():
     told, _ = run_ranks(2, _evaluate_on_rank_zero, return_exceptions=True)
     assert isinstance(told, RuntimeError)
     assert "evaluation on rank 0 only" in str(told)
-    assert "'a: exchange of counts'" in str(told)
+    assert "'a: exchange of counts, step 2'" in str(told)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
