@@ -30,6 +30,7 @@ from torch import Tensor
 from xmoe.dispatch.base import Dispatcher
 from xmoe.dispatch.make import make_dispatcher, node_layout
 from xmoe.ops.collectives import Exchange
+from xmoe.ops.overlap import to_end
 from xmoe.permute import permute
 from xmoe.types import Routing, Traffic
 
@@ -60,15 +61,15 @@ class Ours:
             tokens_per_expert_E=counts_E,
             aux_loss=weights_TK.new_zeros(()),
         )
-        buffer = permute(routing, decide=lambda decision: decision())
-        plan = self.dispatcher.plan(buffer)
+        (buffer,) = buffers = permute(routing, decide=lambda decision: decision())
+        (plan,) = self.dispatcher.plan(buffers)
         self.traffic = self.dispatcher.traffic(plan)
-        rows = self.dispatcher.dispatch(x_TD, buffer, plan)
+        rows = to_end(self.dispatcher.dispatch(x_TD, buffer, plan))
         scales_M = torch.repeat_interleave(self.scales_e, plan.counts_e, output_size=plan.row_ids_M.numel())
         factors_R = rows.weights_M.new_zeros(rows.x_RD.shape[0])
         factors_R = factors_R.index_add(0, plan.row_ids_M, rows.weights_M * scales_M)
         y_RD = rows.x_RD * factors_R[:, None].to(rows.x_RD.dtype)
-        return self.dispatcher.combine(y_RD, buffer, plan)
+        return to_end(self.dispatcher.combine(y_RD, buffer, plan))
 
 
 class DeepSpeed:

@@ -20,8 +20,10 @@ from torch.autograd.function import once_differentiable
 
 from xmoe.dispatch.flat import FlatDispatcher
 from xmoe.groups import part_of_group
-from xmoe.ops.collectives import Exchange, all_to_all, exchange_counts, exchange_rows
+from xmoe.ops.collectives import Exchange, exchange_counts, exchange_rows
 from xmoe.ops.gather import combine_rows, gather_rows
+from xmoe.ops.overlap import Pausing
+from xmoe.ops.relay import send_straight
 from xmoe.topology import NodeLayout
 from xmoe.types import DispatchPlan, Rows, TokenBuffer
 
@@ -101,21 +103,20 @@ class PhasedDispatcher(FlatDispatcher):
         super().__init__(exchange, nodes=layout.nodes)
         self.phases = Phases(layout, exchange.timeout_s)
 
-    def dispatch(self, x_TD: Tensor, buffer: TokenBuffer, plan: DispatchPlan) -> Rows:
-        weights_R = all_to_all(
-            buffer.combine_weights_S[: plan.num_rows],
-            plan.send_splits,
-            plan.recv_splits,
+    def dispatch(self, x_TD: Tensor, buffer: TokenBuffer, plan: DispatchPlan) -> Pausing[Rows]:
+        hop = plan.first
+        weights_R = yield from send_straight(
+            buffer.combine_weights_S[: plan.num_assigned],
+            hop.send_splits,
+            hop.recv_splits,
             self.exchange.named("weights"),
         )
-        rows_ND = gather_rows(x_TD, buffer.slot_ids_S[: plan.num_rows], _places_TK(buffer))
-        x_RD = _InPhases.apply(rows_ND, plan.send_splits, plan.recv_splits, self.phases)
+        rows_ND = gather_rows(x_TD, hop.slot_ids_N, hop.places_TK)
+        x_RD = _InPhases.apply(rows_ND, hop.send_splits, hop.recv_splits, self.phases)
         return Rows(x_RD=x_RD, weights_M=weights_R.index_select(0, plan.row_ids_M))
 
-    def combine(self, y_RD: Tensor, buffer: TokenBuffer, plan: DispatchPlan) -> Tensor:
-        rows_ND = _InPhases.apply(y_RD, plan.recv_splits, plan.send_splits, self.phases)
-        return combine_rows(rows_ND, buffer.slot_ids_S[: plan.num_rows], _places_TK(buffer))
-
-
-def _places_TK(buffer: TokenBuffer) -> Tensor:
-    return buffer.places_S.view(buffer.num_tokens, buffer.top_k)
+    def combine(self, y_RD: Tensor, buffer: TokenBuffer, plan: DispatchPlan) -> Pausing[Tensor]:
+        hop = plan.first
+        rows_ND = _InPhases.apply(y_RD, hop.recv_splits, hop.send_splits, self.phases)
+        yield from ()
+        return combine_rows(rows_ND, hop.slot_ids_N, hop.places_TK)

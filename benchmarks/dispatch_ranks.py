@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xmoe.integrations.deepspeed import init_distributed
-from xmoe.ops.collectives import Exchange, all_to_all
+from xmoe.ops.collectives import Exchange, exchange_rows
 from xmoe.testing_cluster import read_traffic
 
 BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2}  # of a largest error over the largest value; sums of k terms
@@ -252,7 +252,7 @@ def flat_exchange(case: Case, ids_TK: Tensor, rows_width: int, dtype: torch.dtyp
     exchange = Exchange(group=dist.group.WORLD, label="rows of flat", timeout_s=case.timeout_s)
     node = own // case.ranks_per_node
     away = sum(count for rank, count in enumerate(send) if rank // case.ranks_per_node != node)
-    return lambda: all_to_all(rows, send, recv, exchange), away * rows_width * rows.element_size()
+    return lambda: exchange_rows(rows, send, recv, exchange), away * rows_width * rows.element_size()
 
 
 def loopback(case: Case) -> tuple[Callable[[], object], int]:

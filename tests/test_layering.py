@@ -62,7 +62,7 @@ TABLE: dict[str, Row] = {
     "xmoe.types": row("torch"),
     "xmoe.replay": row("torch"),
     "xmoe.groups": row("torch", "config layout"),
-    "xmoe.ops": row("torch", "kernels"),
+    "xmoe.ops": row("torch", "kernels types"),
     "xmoe.link_bench": row("torch", "ops links"),
     "xmoe.balance": row("torch", "kernels ops"),
     "xmoe.router_settings": row("torch", "kernels config balance"),

@@ -26,9 +26,9 @@ class CountingDispatcher(LocalDispatcher):
     def __init__(self):
         self.plans = 0
 
-    def plan(self, buffer):
+    def plan(self, buffers):
         self.plans += 1
-        return super().plan(buffer)
+        return super().plan(buffers)
 
 
 class Block(nn.Module):

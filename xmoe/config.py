@@ -71,6 +71,19 @@ class XMoEConfig(_Section):
         description="Consecutive ranks of the job that share a node, for 'node' and 'node+gpu' and for traffic "
         "metrics; null: ranks of one host name do.",
     )
+    overlap_chunks: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Chunks that a layer's tokens are cut into, so that rows of one are under way while the experts "
+        "compute another; results are the same. 1: rows are under way while shared experts compute, and otherwise "
+        "waited for.",
+    )
+    stage_times: bool = Field(
+        False,
+        description="Time each layer's stages (route, plan, dispatch, experts, combine, their backwards, and waits for "
+        "exchanges in them) for metrics.",
+    )
     sequence_shard: bool = Field(
         False,
         description="Under tensor parallelism: each rank routes, sends and computes a slice of the tokens, shared "

@@ -6,6 +6,7 @@ Read ``forward`` from top to bottom: it is the layer.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,11 +16,13 @@ from .dispatch.base import Dispatcher
 from .dispatch.local import LocalDispatcher
 from .experts import Experts
 from .ops._backend import KernelChoice, use_kernels
-from .permute import permute
+from .ops.clock import StageClock, timed, timed_run, use_clock
+from .ops.overlap import Pausing, overlapped
+from .permute import permute, split_tokens
 from .replay import Decisions, decisions_for
 from .router import TopKRouter
 from .sequence_shard import SequenceShard, TokenSplit
-from .types import ExpertPlan, Routing, Traffic
+from .types import ExpertPlan, Routing, TokenBuffer, Traffic
 
 
 @dataclass
@@ -48,6 +51,7 @@ class RoutedMLP(nn.Module):
     :meth:`set_dispatcher` once the ranks' groups exist. ``shared_mlp`` maps ``[..., D]`` to ``[..., D]``;
     ``shared_gate`` (``nn.Linear(D, 1)``) scales it by a sigmoid.
 
+    ``clock``               seconds of the layer's stages; off until its ``enabled`` is set
     ``kernels``             what computes: Triton kernels, their PyTorch twins, or what suits the device
     ``zero_routed_output``  for ablation: the routed experts' sum is replaced by zeros
     """
@@ -69,6 +73,7 @@ class RoutedMLP(nn.Module):
         self.dispatcher: Dispatcher = dispatcher if dispatcher is not None else LocalDispatcher()
         self.sequence_shard: SequenceShard | None = None
         self.kernels: KernelChoice = "auto"
+        self.clock = StageClock()
         self.zero_routed_output = False
         self.counters = self._fresh_counters()
 
@@ -93,19 +98,32 @@ class RoutedMLP(nn.Module):
         split = self._split(hidden_states, num_sequences)
         own, used = split.own(hidden_states), split.own_mask(used_token)
         x_TD = own.reshape(-1, own.shape[-1])
-        with use_kernels(self.kernels):
-            routing = split.call(self.gate, x_TD, used, num_sequences=num_sequences, decide=decide, split=split)
-            buffer = permute(routing, decide=decide)
-            plan = decide(lambda: self.dispatcher.plan(buffer))
-            rows = self.dispatcher.dispatch(x_TD, buffer, plan)
-            y_RD = self.experts(rows, plan, decide=decide)
-            out_TD = self.dispatcher.combine(y_RD, buffer, plan)
-        self._count(routing, plan, decide, row_bytes=x_TD.shape[1] * x_TD.element_size())
-        output = out_TD.view_as(own)
+        with use_kernels(self.kernels), use_clock(self.clock):
+            with timed("route", x_TD.device):
+                routing = split.call(self.gate, x_TD, used, num_sequences=num_sequences, decide=decide, split=split)
+            with timed("plan", x_TD.device):
+                buffers = permute(routing, decide=decide, num_chunks=self.dispatcher.num_chunks)
+                plans = decide(lambda: self.dispatcher.plan(buffers))
+            chunks = zip(split_tokens(x_TD, [b.num_tokens for b in buffers]), buffers, plans, strict=True)
+            outs, shared = overlapped(
+                [self._through_experts(*chunk, decide=decide) for chunk in chunks],
+                meanwhile=lambda: self._shared(own, split),
+            )
+        self._count(routing, plans, decide, row_bytes=x_TD.shape[1] * x_TD.element_size())
+        output = (outs[0] if len(outs) == 1 else torch.cat(outs)).view_as(own)
         if self.zero_routed_output:
             output = output * 0.0
-        output = split.whole(self._add_shared(output, own, split), hidden_states)
+        output = split.whole(output if shared is None else output + shared, hidden_states)
         return output, routing.aux_loss, routing.selected_by_batch_E
+
+    def _through_experts(
+        self, x_TD: Tensor, buffer: TokenBuffer, plan: ExpertPlan, *, decide: Decisions
+    ) -> Pausing[Tensor]:
+        """``[T, D]``: the routed experts' sum for each token of one chunk. Pauses while its rows are under way."""
+        rows = yield from timed_run("dispatch", self.dispatcher.dispatch(x_TD, buffer, plan), x_TD.device)
+        with timed("experts", x_TD.device):
+            y_RD = self.experts(rows, plan, decide=decide)
+        return (yield from timed_run("combine", self.dispatcher.combine(y_RD, buffer, plan), x_TD.device))
 
     def _split(self, hidden_states: Tensor, num_sequences: int) -> TokenSplit:
         if self.sequence_shard is None:
@@ -114,29 +132,29 @@ class RoutedMLP(nn.Module):
         num_parts = self.gate.num_parts(num_sequences)
         return self.sequence_shard.split(hidden_states, num_parts=num_parts, modules=modules)
 
-    def _add_shared(self, output: Tensor, own: Tensor, split: TokenSplit) -> Tensor:
+    def _shared(self, own: Tensor, split: TokenSplit) -> Tensor | None:
+        """The shared experts' output for ``own``; None where there are none."""
         if self.shared_mlp is None:
-            return output
-        shared = split.call(self.shared_mlp, own)
-        shared = shared[0] if isinstance(shared, tuple) else shared
-        if self.shared_gate is not None:
-            shared = shared * split.call(self.shared_gate, own).sigmoid()
-        return output + shared
+            return None
+        with timed("shared_experts", own.device):
+            shared: Tensor | tuple[Tensor, ...] = split.call(self.shared_mlp, own)
+            shared = shared[0] if isinstance(shared, tuple) else shared
+            return shared if self.shared_gate is None else shared * split.call(self.shared_gate, own).sigmoid()
 
     def _fresh_counters(self) -> LoadCounters:
         zeros_E = torch.zeros_like(self.gate.step_counts)
         return LoadCounters(selected_E=zeros_E, routed_E=zeros_E.clone())
 
-    def _count(self, routing: Routing, plan: ExpertPlan, decide: Decisions, *, row_bytes: int) -> None:
+    def _count(self, routing: Routing, plans: Sequence[ExpertPlan], decide: Decisions, *, row_bytes: int) -> None:
         if decide.replaying or not self.gate.trains(decide):
             return
         self.gate.count_step(routing.selected_by_batch_E)
         counters = self.counters
         counters.selected_E = counters.selected_E + routing.selected_per_expert_E
         counters.routed_E = counters.routed_E + routing.tokens_per_expert_E
-        counters.computed_rows += sum(plan.tokens_per_local_expert)
+        counters.computed_rows += sum(plan.num_computed for plan in plans)
         # Dispatch and combine, each there and back again in backward.
-        traffic = self.dispatcher.traffic(plan)
+        traffic = sum((self.dispatcher.traffic(plan) for plan in plans), start=Traffic())
         counters.traffic = counters.traffic + traffic
         counters.all_to_all_bytes += 4 * (traffic.inside_node + traffic.between_nodes) * row_bytes
         counters.between_nodes_bytes += 4 * traffic.between_nodes * row_bytes

@@ -180,7 +180,7 @@ class _Bench:
 
     def _take_turns(self, turns: Sequence[Callable[..., object]], block: Tensor, peer: int) -> None:
         for turn in turns:
-            finish(turn(block, peer), self.all.named("point to point"), on_host=block.device.type == "cpu")
+            finish(turn(block, peer), self.all.named("point to point"), block.device)
 
     def _timed(self, run: Callable[[], object]) -> float:
         """Seconds of one call that all ranks start together."""

@@ -5,6 +5,8 @@
 
 Every arrow makes one new frozen object; nothing is mutated. A plan is made once per forward, is used by
 dispatch, combine and both backwards, and is replayed when activation checkpointing runs the layer again.
+A layer that overlaps its exchanges with its experts cuts the tokens into chunks: each has a buffer, a plan and rows of
+its own, and all plans are made at once.
 
 Legend of the shape suffixes (capitals are whole dimensions, small letters one rank's part):
 
@@ -92,6 +94,9 @@ class TokenBuffer:
 class ExpertPlan:
     """What a rank's experts compute, decided once per forward: the part of every dispatcher's plan that they read.
 
+    Nothing else is needed where nothing is sent: rows are then the tokens themselves, R = T, and an assignment's row is
+    the token of its slot: ``assignments_RK`` are the places of a token's slots, those of dropped slots being M or more.
+
     ``row_ids_M``       int32; received row of each assignment, assignments sorted by local expert
     ``assignments_RK``  int32; the assignments of each row: ``row_ids_M[assignments_RK[r, k]] == r`` for every entry
                         in ``[0, M)``, each m occurs once, and entries outside are none. At most K to a row
@@ -104,23 +109,54 @@ class ExpertPlan:
     counts_e: Tensor
     tokens_per_local_expert: list[int]
 
+    @property
+    def num_computed(self) -> int:
+        """M, assignments computed on this rank."""
+        return sum(self.tokens_per_local_expert)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """One exchange of copies of the rows that lie here; on the way home, what came of them is summed here.
+
+    ``slot_ids_N``   int32; row n sent is a copy of row ``slot_ids[n] // width``, the rows being in order of ranks
+    ``places_TK``    int32 ``[rows here, width]``; what sums to each row on the way home, by place among what lies
+                     here then: of a first hop the N rows that came back, of a second the R1 results computed here, then
+                     the N that came back. Entries outside are none
+    ``send_splits``, ``recv_splits``  rows to and from each rank of the hop's group
+    """
+
+    slot_ids_N: Tensor
+    places_TK: Tensor
+    send_splits: list[int]
+    recv_splits: list[int]
+
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchPlan(ExpertPlan):
-    """Where every row goes when nothing is passed on: the local and the flat dispatcher's plan.
+    """Where every row goes, in one hop or two, and every weight, which goes straight to its expert's rank.
 
-    ``num_rows``        N, rows this rank sends (one for each kept slot)
-    ``send_splits``     W integers; rows for each rank of the group, in rank order; ``sum == N``
-    ``recv_splits``     W integers; rows from each rank; ``sum == R``
-
-    With the local dispatcher nothing is sent: rows are the tokens themselves, R = T, and an assignment's row is
-    the token of its slot: ``assignments_RK`` are the places of a token's slots, those of dropped slots being M or
-    more. With the flat dispatcher every row carries one assignment, R = M, and ``assignments_RK`` is ``[R, 1]``.
+    ``first``, ``second``  the hops. The second leads on from the rows the first one brought, and is None where they
+                           have arrived. Rows of the first lie before those of the second
+    ``weight_splits_sent``, ``weight_splits_received``  assignments of each rank's experts and tokens: sums N and M
+    ``weight_ids_M``       int32; received weight of each assignment
     """
 
-    num_rows: int
-    send_splits: list[int]
-    recv_splits: list[int]
+    first: Hop
+    second: Hop | None
+    weight_splits_sent: list[int]
+    weight_splits_received: list[int]
+    weight_ids_M: Tensor
+
+    @property
+    def num_assigned(self) -> int:
+        """N, kept slots of this rank's tokens."""
+        return sum(self.weight_splits_sent)
+
+    @property
+    def num_arrived(self) -> int:
+        """R, rows on this rank at the end."""
+        return sum(self.first.recv_splits) + (sum(self.second.recv_splits) if self.second is not None else 0)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,12 @@ HIDDEN = 8
 UNEVEN = [5, 6, 0, 13, 1, 9, 0, 4]
 
 
-def dispatcher_of(levels, ranks_per_node, *, group=None, **options):
+def dispatcher_of(levels, ranks_per_node, *, group=None, num_chunks=1, **options):
     options = {"label": "blocks.3.moe", "timeout_s": 30.0} | options
     exchange = Exchange(group=dist.group.WORLD if group is None else group, **options)
-    return make_dispatcher(levels, exchange, ranks_per_node=ranks_per_node, device=torch.device("cpu"))
+    return make_dispatcher(
+        levels, exchange, ranks_per_node=ranks_per_node, device=torch.device("cpu"), num_chunks=num_chunks
+    )
 
 
 class Tanh(nn.Module):

@@ -9,6 +9,7 @@ from xmoe.dispatch.hierarchical_plan import (
     depart,
     message_of,
     read_sizes,
+    references_by_chunk,
     references_of,
 )
 from xmoe.kernels import reference
@@ -45,7 +46,7 @@ def routing_of(tokens, num_experts, k, kind, seed):
 
 
 def buffers_of(routings):
-    return [permute(routing, decide=fresh_decisions()) for routing in routings]
+    return [permute(routing, decide=fresh_decisions())[0] for routing in routings]
 
 
 def plans_of(buffers, layout, levels):
@@ -58,14 +59,14 @@ def plans_of(buffers, layout, levels):
     departures = [depart(buffer, where, reference) for buffer, where in zip(buffers, wheres, strict=True)]
     messages = torch.stack([message_of(*pair) for pair in zip(departures, wheres, strict=True)])
     arrivals = [Arrivals.of(messages[:, rank], wheres[rank]) for rank in ranks]
-    sizes = [read_sizes(*pair) for pair in zip(departures, arrivals, strict=True)]
-    sent = [references_of(*pair) for pair in zip(departures, sizes, strict=True)]
+    sizes = [read_sizes([d], [a])[0] for d, a in zip(departures, arrivals, strict=True)]
+    sent = [references_of([d], [s]) for d, s in zip(departures, sizes, strict=True)]
     received = exchange(sent, [s.references_sent for s in sizes], [s.references_received for s in sizes])
     return [
         arrive(
             departures[rank],
             arrivals[rank],
-            received[rank],
+            references_by_chunk(received[rank], [arrivals[rank]], [sizes[rank]])[0],
             sizes[rank],
             where=wheres[rank],
             top_k=buffers[rank].top_k,
@@ -94,10 +95,10 @@ def _exchange_in_nodes(rows, send, recv, layout):
 
 def send_outward(xs, plans, layout):
     """The rows that reach every rank."""
-    firsts = [plan.relay.first for plan in plans]
+    firsts = [plan.first for plan in plans]
     copies = [x[hop.slot_ids_N.long() // hop.places_TK.shape[1]] for x, hop in zip(xs, firsts, strict=True)]
     arrived = exchange(copies, [hop.send_splits for hop in firsts], [hop.recv_splits for hop in firsts])
-    seconds = [plan.relay.second for plan in plans]
+    seconds = [plan.second for plan in plans]
     if seconds[0] is None:
         return arrived
     copies = [x[hop.slot_ids_N.long() // hop.places_TK.shape[1]] for x, hop in zip(arrived, seconds, strict=True)]
@@ -109,7 +110,7 @@ def send_outward(xs, plans, layout):
 
 def bring_home(ys, plans, layout):
     """The sums of every rank's tokens."""
-    firsts, seconds = [plan.relay.first for plan in plans], [plan.relay.second for plan in plans]
+    firsts, seconds = [plan.first for plan in plans], [plan.second for plan in plans]
     if seconds[0] is not None:
         num_first = [sum(hop.recv_splits) for hop in firsts]
         back = _exchange_in_nodes(

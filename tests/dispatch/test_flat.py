@@ -11,6 +11,7 @@ from xmoe.dispatch.flat import FlatDispatcher
 from xmoe.dispatch.local import LocalDispatcher
 from xmoe.experts import Experts
 from xmoe.layer import RoutedMLP
+from xmoe.ops.overlap import to_end
 from xmoe.permute import permute
 from xmoe.replay import fresh_decisions
 from xmoe.router import RouterSettings, TopKRouter
@@ -59,9 +60,9 @@ def send_codes(tokens_of_rank, num_experts, k, kind, guard):
     codes = [(1000.0 * w + torch.arange(len(r.topk_ids_TK)))[:, None].repeat(1, 3) for w, r in enumerate(routings)]
     dispatcher = FlatDispatcher(exchange(self_row_guard=guard))
     x, mine = codes[rank].clone().requires_grad_(), routings[rank]
-    buffer = permute(mine, decide=fresh_decisions())
-    plan = dispatcher.plan(buffer)
-    rows = dispatcher.dispatch(x, buffer, plan)
+    (buffer,) = buffers = permute(mine, decide=fresh_decisions())
+    (plan,) = dispatcher.plan(buffers)
+    rows = to_end(dispatcher.dispatch(x, buffer, plan))
 
     local = num_experts // world
     wanted = [
@@ -72,16 +73,16 @@ def send_codes(tokens_of_rank, num_experts, k, kind, guard):
         if found == e
     ]  # by local expert, then by source rank, then by slot
     assert plan.tokens_per_local_expert == [sum(e == i for _, _, e in wanted) for i in range(local)]
-    assert plan.recv_splits == [sum(w == i for w, _, _ in wanted) for i in range(world)]
-    assert plan.num_rows == int((mine.topk_ids_TK >= 0).sum())
+    assert plan.first.recv_splits == [sum(w == i for w, _, _ in wanted) for i in range(world)]
+    assert plan.num_assigned == int((mine.topk_ids_TK >= 0).sum())
     check_assignments(plan, len(rows.x_RD))
-    assert dispatcher.rows_sent_away(plan) == plan.num_rows - plan.send_splits[rank]
+    assert dispatcher.traffic(plan).to_self == plan.first.send_splits[rank]
     expected = [codes[w][slot // k] for w, slot, _ in wanted]
     assert torch.equal(rows.x_RD[plan.row_ids_M.long()], torch.stack(expected) if wanted else torch.empty(0, 3))
     weights = [routings[w].topk_weights_TK.flatten()[slot] for w, slot, _ in wanted]
     assert torch.equal(rows.weights_M, torch.stack(weights) if wanted else torch.empty(0))
 
-    out = dispatcher.combine(rows.x_RD, buffer, plan)
+    out = to_end(dispatcher.combine(rows.x_RD, buffer, plan))
     kept = (mine.topk_ids_TK >= 0).sum(1).float()
     assert torch.equal(out, codes[rank] * kept[:, None])
     (out.sum() + 5 * rows.weights_M.sum()).backward()

@@ -50,9 +50,9 @@ def test_one_sync_and_two_collectives_before_rows_move(levels, nodes, ranks_per_
     hops = [("rows", world)]
     if "node" in levels and nodes > 1:
         hops.append(("rows", ranks_per_node))
-    one_layer = [counts, references, *hops, weights, *hops[::-1]]
-    assert forward == 2 * one_layer
-    assert backward == 2 * [*hops, weights, *hops[::-1]]
+    # Weights leave beside the first hop.
+    assert forward == 2 * [counts, references, hops[0], weights, *hops[1:], *hops[::-1]]
+    assert backward == 2 * [*hops, *hops[1:], weights, hops[0]]
 
 
 def test_the_recorder_sees_what_waits():
@@ -94,7 +94,7 @@ def keep(levels):
     layer.set_dispatcher(dispatcher)
     plans = []
     plan = dispatcher.plan
-    dispatcher.plan = lambda buffer: (plans.append(plan(buffer)), plans[-1])[1]
+    dispatcher.plan = lambda buffers: (plans.extend(plan(buffers)), plans)[1]
     x, _ = inputs_of(rank, 20)
     own = {parameter.data_ptr() for parameter in layer.parameters()} | {x.data_ptr()}
     kept = {}
@@ -107,7 +107,7 @@ def keep(levels):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(x)
     rows = sum(count for address, count in kept.items() if address not in own)
-    return rows, plans[0].relay.num_arrived, plans[0].row_ids_M.numel()
+    return rows, plans[0].num_arrived, plans[0].row_ids_M.numel()
 
 
 @pytest.mark.parametrize("levels", ["gpu", "node+gpu"])

@@ -27,6 +27,7 @@ from xmoe.dispatch.hierarchical_plan import (
     experts_of_slots,
     message_of,
     read_sizes,
+    references_by_chunk,
     references_of,
 )
 from xmoe.kernels import reference
@@ -59,7 +60,7 @@ def check(routings, layout, levels, num_local):
     for rank, (plan, x) in enumerate(zip(plans, rows, strict=True)):
         wanted = wanted_assignments(routings, rank, num_local)
         assert plan.tokens_per_local_expert == [sum(e == i for *_, e in wanted) for i in range(num_local)]
-        assert plan.relay.num_arrived == len(x)
+        assert plan.num_arrived == len(x)
         check_assignments(plan, len(x))
         found = x[plan.row_ids_M.long()].flatten().tolist()
         assert found == [1000.0 * source + slot // k for source, slot, _ in wanted]
@@ -84,7 +85,7 @@ def _check_traffic(routings, plans, layout, levels, num_local):
     passed_on = [0] * layout.num_nodes
     for source, (routing, plan) in enumerate(zip(routings, plans, strict=True)):
         own_rows, between, targets = wanted_rows(routing, source, layout, levels, num_local)
-        sent, own = plan.relay.first.send_splits, layout.members[layout.nodes[source]]
+        sent, own = plan.first.send_splits, layout.members[layout.nodes[source]]
         assert sum(sent[rank] for rank in own) == len(own_rows)
         assert sum(sent) - len(own_rows) == len(between)
         pilots = _pilots(plan, layout)
@@ -93,14 +94,14 @@ def _check_traffic(routings, plans, layout, levels, num_local):
             assert at_pilot, "a pilot without an expert of its token"
             passed_on[node] += len(lasts) - at_pilot
     for node, members in enumerate(layout.members):
-        hops = [plans[rank].relay.second for rank in members]
+        hops = [plans[rank].second for rank in members]
         assert sum(sum(hop.send_splits) for hop in hops if hop is not None) == passed_on[node]
         assert all(hop is None or hop.send_splits[place] == 0 for place, hop in enumerate(hops)), "rows to oneself"
 
 
 def _pilots(plan, layout):
     """The rank that each (token, node) of the first hop goes to."""
-    hop = plan.relay.first
+    hop = plan.first
     tokens = iter((hop.slot_ids_N // hop.places_TK.shape[1]).tolist())
     return {(next(tokens), layout.nodes[rank]): rank for rank, n in enumerate(hop.send_splits) for _ in range(n)}
 
@@ -176,7 +177,7 @@ def test_plans_are_the_same_in_every_run():
     first, second = (plans_of(buffers_of(routings_of(UNEVEN[:4], 8, 3, "random")), layout, "node+gpu") for _ in "ab")
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a.row_ids_M, b.row_ids_M)
-        for hop, other in [(a.relay.first, b.relay.first), (a.relay.second, b.relay.second)]:
+        for hop, other in [(a.first, b.first), (a.second, b.second)]:
             assert torch.equal(hop.slot_ids_N, other.slot_ids_N)
             assert torch.equal(hop.places_TK, other.places_TK)
 
@@ -198,7 +199,7 @@ def test_the_plan_needs_no_value_of_the_device(levels):
     departure = depart(buffer, where, reference)
     arrivals = Arrivals.of(message_of(departure, where), where)
     with pytest.raises(NotImplementedError):
-        read_sizes(departure, arrivals)  # the one that does
+        read_sizes([departure], [arrivals])  # the one that does
     second = [3, 2] if where.num_places else []
     sizes = Sizes(
         first_sent=[4, 3, 2, 1],
@@ -211,9 +212,10 @@ def test_the_plan_needs_no_value_of_the_device(levels):
         references_received=[6, 4, 6, 4 + sum(second)],
         tokens_e=[11, 9],
     )
-    assert references_of(departure, sizes).shape == (24,)
+    assert references_of([departure], [sizes]).shape == (24,)
     received = torch.empty(sum(sizes.references_received), dtype=torch.int32, device="meta")
-    plan = arrive(departure, arrivals, received, sizes, where=where, top_k=3)
+    (references,) = references_by_chunk(received, [arrivals], [sizes])
+    plan = arrive(departure, arrivals, references, sizes, where=where, top_k=3)
     assert plan.assignments_RK.shape == (8 + sum(second), 2)
 
 
@@ -224,14 +226,14 @@ def test_a_small_plan_in_numbers():
     routings[0].topk_ids_TK.copy_(torch.tensor([[3, 1, 2]]))
     routings[0].tokens_per_expert_E.copy_(torch.tensor([0, 1, 1, 1]))
     plans = plans_of(buffers_of(routings), layout, "node+gpu")
-    assert plans[0].relay.first.send_splits == [0, 1, 0, 1]  # to its neighbour, and to the pilot, rank 3
-    assert plans[3].relay.second.send_splits == [1, 0]  # which passes a copy on to rank 2
-    assert plans[3].relay.second.slot_ids_N.tolist() == [1]  # row 0, its second of two
-    assert plans[3].relay.second.places_TK.tolist() == [[0, 1]]  # home: its own result and the one that came back
+    assert plans[0].first.send_splits == [0, 1, 0, 1]  # to its neighbour, and to the pilot, rank 3
+    assert plans[3].second.send_splits == [1, 0]  # which passes a copy on to rank 2
+    assert plans[3].second.slot_ids_N.tolist() == [1]  # row 0, its second of two
+    assert plans[3].second.places_TK.tolist() == [[0, 1]]  # home: its own result and the one that came back
     assert [plan.row_ids_M.tolist() for plan in plans] == [[], [0], [0], [0]]
     flat = plans_of(buffers_of(routings), layout, "gpu")
-    assert flat[0].relay.first.send_splits == [0, 1, 1, 1]
-    assert flat[0].relay.second is None
+    assert flat[0].first.send_splits == [0, 1, 1, 1]
+    assert flat[0].second is None
 
 
 def test_transposed_blocks_list_ranks_within_experts():

@@ -14,9 +14,9 @@ def sent(plans, layout):
     """Rows of one token, ``(own, intra-node, inter-node)`` of the first hop and the second's: means over all ranks."""
     found = torch.zeros(4)
     for rank, plan in enumerate(plans):
-        for peer, rows in enumerate(plan.relay.first.send_splits):
+        for peer, rows in enumerate(plan.first.send_splits):
             found[0 if peer == rank else 1 if layout.nodes[peer] == layout.nodes[rank] else 2] += rows
-        found[3] += sum(plan.relay.second.send_splits) if plan.relay.second is not None else 0
+        found[3] += sum(plan.second.send_splits) if plan.second is not None else 0
     return found / (TOKENS * layout.num_ranks)
 
 

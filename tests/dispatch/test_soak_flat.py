@@ -9,6 +9,7 @@ import torch.distributed as dist
 from xmoe.dispatch.flat import FlatDispatcher
 from xmoe.dispatch.local import LocalDispatcher
 from xmoe.ops.collectives import Exchange
+from xmoe.ops.overlap import to_end
 from xmoe.permute import permute
 from xmoe.replay import fresh_decisions
 from xmoe.testing import run_ranks
@@ -48,12 +49,12 @@ def _same_results_as_local(num_cases, seed):
         outputs, gradients = [], []
         for dispatcher in (together, apart):
             inputs = x.clone().requires_grad_()
-            buffer = permute(routing, decide=fresh_decisions())
-            plan = dispatcher.plan(buffer)
-            rows = dispatcher.dispatch(inputs, buffer, plan)
+            (buffer,) = buffers = permute(routing, decide=fresh_decisions())
+            (plan,) = dispatcher.plan(buffers)
+            rows = to_end(dispatcher.dispatch(inputs, buffer, plan))
             scaled = rows.x_RD.index_select(0, plan.row_ids_M) * rows.weights_M[:, None]
             y = torch.zeros_like(rows.x_RD).index_add(0, plan.row_ids_M, scaled)
-            output = dispatcher.combine(y, buffer, plan)
+            output = to_end(dispatcher.combine(y, buffer, plan))
             (output * output.detach()).sum().backward()
             outputs.append(output.detach())
             gradients.append(inputs.grad)

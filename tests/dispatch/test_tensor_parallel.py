@@ -31,11 +31,12 @@ def _reset(module):
 
 
 class _Watched(LocalDispatcher):
-    def plan(self, buffer):
+    def plan(self, buffers):
+        (buffer,) = buffers
         self.slots = set(buffer.slot_ids_S[: int(buffer.tokens_per_expert_E.sum())].tolist())
-        plan = super().plan(buffer)
+        (plan,) = super().plan(buffers)
         check_assignments(plan, buffer.num_tokens)
-        return plan
+        return [plan]
 
 
 def _shares():

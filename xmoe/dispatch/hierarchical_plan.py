@@ -3,6 +3,8 @@
     depart   where each slot of this rank's tokens goes, and what its peers must know of that
     arrive   from what the peers sent: this rank's rows and assignments, and the rows it passes on
 
+Each chunk of tokens has a plan of its own; what all of them exchange and read goes in one piece.
+
 Slots of one token share *rows*. A first hop leads from the token's rank to one GPU of each remote node it needs (its
 pilot there) and straight to the GPUs of its own node; a second one from the pilots to their nodes' other GPUs. A
 source knows the whole route of its tokens and numbers the rows of both hops for everybody, so two exchanges do: of
@@ -15,6 +17,7 @@ every dispatcher. All is integers and reads nothing back from the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..ops.relay import Hop, Relay
 from ..topology import NodeLayout
-from ..types import ExpertPlan, TokenBuffer
+from ..types import DispatchPlan, Hop, TokenBuffer
 from .blocks import transpose_blocks
 from .pilots import choose_pilots, earlier_slots
 
@@ -105,22 +107,11 @@ class Departure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HierarchicalPlan(ExpertPlan):
-    """``relay`` moves the rows. Weights go straight to the experts' ranks, one for each assignment.
+class References:
+    """int64, by source, of the rows and assignments of :class:`Arrivals`: ``passed_on_S`` and ``served_S`` there."""
 
-    ``weight_splits_sent``, ``weight_splits_received``  assignments of each rank's experts and tokens: sums N and M
-    ``weight_ids_M``   int32; received weight of each assignment
-    """
-
-    relay: Relay
-    weight_splits_sent: list[int]
-    weight_splits_received: list[int]
-    weight_ids_M: Tensor
-
-    @property
-    def num_assigned(self) -> int:
-        """N, kept slots of this rank's tokens."""
-        return sum(self.weight_splits_sent)
+    passed_on_N: Tensor
+    served_M: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,10 +258,19 @@ class Arrivals:
         return cls(first_W=first_W1[:, 0], passed_on_WP=passed_on_WP, second_WP=second_WP, assigned_We=assigned_We)
 
 
-def read_sizes(departure: Departure, arrivals: Arrivals) -> Sizes:
-    """Reads to the host all it needs: the layer's one device-to-host sync."""
+def read_sizes(departures: Sequence[Departure], arrivals: Sequence[Arrivals]) -> list[Sizes]:
+    """Reads to the host all it needs of all chunks: the layer's one device-to-host sync."""
+    parts = [_sizes_on_device(*chunk) for chunk in zip(departures, arrivals, strict=True)]
+    numbers = iter(torch.cat([values for part in parts for values in part.values()]).tolist())
+    return [
+        Sizes(**{name: [next(numbers) for _ in range(values.numel())] for name, values in part.items()})
+        for part in parts
+    ]
+
+
+def _sizes_on_device(departure: Departure, arrivals: Arrivals) -> dict[str, Tensor]:
     sent_W, received_W = departure.assigned_We.sum(dim=1), arrivals.assigned_We.sum(dim=1)
-    parts = {
+    return {
         "first_sent": departure.first_W,
         "first_received": arrivals.first_W,
         "second_sent": arrivals.passed_on_WP.sum(dim=0),
@@ -281,44 +281,57 @@ def read_sizes(departure: Departure, arrivals: Arrivals) -> Sizes:
         "references_received": arrivals.passed_on_WP.sum(dim=1) + received_W,
         "tokens_e": arrivals.assigned_We.sum(dim=0),
     }
-    numbers = iter(torch.cat(list(parts.values())).tolist())
-    return Sizes(**{name: [next(numbers) for _ in range(part.numel())] for name, part in parts.items()})
 
 
-def references_of(departure: Departure, sizes: Sizes) -> Tensor:
-    """int32; for each rank which rows it passes on, then which rows serve its assignments."""
-    num_assigned = sum(sizes.assigned_sent)
-    num_passed_on = sum(sizes.references_sent) - num_assigned
-    by_part = torch.cat([departure.passed_on_S[:num_passed_on], departure.served_S[:num_assigned]])
-    counts_2W = torch.stack([departure.second_WP.sum(dim=1), departure.assigned_We.sum(dim=1)])
-    return by_part[transpose_blocks(counts_2W, num_rows=by_part.numel())]
+def references_of(departures: Sequence[Departure], sizes: Sequence[Sizes]) -> Tensor:
+    """int32; for each rank and each chunk which rows it passes on, then which rows serve its assignments."""
+    parts, counts = [], []
+    for departure, size in zip(departures, sizes, strict=True):
+        num_assigned = sum(size.assigned_sent)
+        num_passed_on = sum(size.references_sent) - num_assigned
+        parts += [departure.passed_on_S[:num_passed_on], departure.served_S[:num_assigned]]
+        counts += [departure.second_WP.sum(dim=1), departure.assigned_We.sum(dim=1)]
+    by_part = torch.cat(parts)
+    return by_part[transpose_blocks(torch.stack(counts), num_rows=by_part.numel())]
+
+
+def references_by_chunk(references: Tensor, arrivals: Sequence[Arrivals], sizes: Sequence[Sizes]) -> list[References]:
+    """The same, as the peers sent them, of each chunk."""
+    counts, splits = [], []
+    for arrival, size in zip(arrivals, sizes, strict=True):
+        num_assigned = sum(size.assigned_received)
+        counts += [arrival.passed_on_WP.sum(dim=1), arrival.assigned_We.sum(dim=1)]
+        splits += [sum(size.references_received) - num_assigned, num_assigned]
+    by_part = references[transpose_blocks(torch.stack(counts, dim=1), num_rows=references.numel())].long()
+    parts = by_part.split(splits)
+    return [
+        References(passed_on_N=passed_on, served_M=served)
+        for passed_on, served in zip(parts[::2], parts[1::2], strict=True)
+    ]
 
 
 def arrive(
-    departure: Departure, arrivals: Arrivals, references: Tensor, sizes: Sizes, *, where: Where, top_k: int
-) -> HierarchicalPlan:
-    """The plan, from what the peers sent: their counts, and ``references`` as :func:`references_of` made them."""
+    departure: Departure, arrivals: Arrivals, references: References, sizes: Sizes, *, where: Where, top_k: int
+) -> DispatchPlan:
+    """The plan of a chunk, from what the peers sent: their counts and their references."""
     num_first, num_passed_on = sum(sizes.first_received), sum(sizes.second_sent)
     num_rows, num_assigned = num_first + sum(sizes.second_received), sum(sizes.assigned_received)
-    counts_W2 = torch.stack([arrivals.passed_on_WP.sum(dim=1), arrivals.assigned_We.sum(dim=1)], dim=1)
-    by_part = references[transpose_blocks(counts_W2, num_rows=references.numel())].long()
-
     # Assignments: from rows numbered by source to rows as they lie, by hop and neighbour, then source.
     weight_ids_M = transpose_blocks(arrivals.assigned_We, num_rows=num_assigned)
     width = where.serving_width(top_k, arrivals.assigned_We.shape[1])
     blocks_WQ = torch.cat([arrivals.first_W[:, None], arrivals.second_WP], dim=1)
     row_ids_R = transpose_blocks(blocks_WQ.t(), num_rows=num_rows)
-    start_M = _repeat(_starts(blocks_WQ.sum(dim=1)), counts_W2[:, 1], num_assigned)
-    served_M = by_part[num_passed_on:]
+    start_M = _repeat(_starts(blocks_WQ.sum(dim=1)), arrivals.assigned_We.sum(dim=1), num_assigned)
+    served_M = references.served_M
     row_ids_M = row_ids_R[start_M + served_M // width][weight_ids_M]
     places_M = row_ids_M.long() * width + (served_M % width)[weight_ids_M]
     assignments_RK = _inverse(places_M, num_rows * width, first=0, none=num_assigned).view(num_rows, width)
 
     second = None
     if where.num_places:
-        start_N = _repeat(_starts(arrivals.first_W), counts_W2[:, 0], num_passed_on)
+        start_N = _repeat(_starts(arrivals.first_W), arrivals.passed_on_WP.sum(dim=1), num_passed_on)
         width = where.passing_width(top_k)
-        slot_ids_N = start_N * width + by_part[:num_passed_on]
+        slot_ids_N = start_N * width + references.passed_on_N
         slot_ids_N = slot_ids_N[transpose_blocks(arrivals.passed_on_WP, num_rows=num_passed_on)]
         places = _inverse(slot_ids_N, num_first * width, first=num_first, none=num_first + num_passed_on)
         places_RK = places.view(num_first, width)
@@ -335,12 +348,13 @@ def arrive(
         send_splits=sizes.first_sent,
         recv_splits=sizes.first_received,
     )
-    return HierarchicalPlan(
+    return DispatchPlan(
         row_ids_M=row_ids_M,
         assignments_RK=assignments_RK,
         counts_e=arrivals.assigned_We.sum(dim=0),
         tokens_per_local_expert=sizes.tokens_e,
-        relay=Relay(first=first, second=second),
+        first=first,
+        second=second,
         weight_splits_sent=sizes.assigned_sent,
         weight_splits_received=sizes.assigned_received,
         weight_ids_M=weight_ids_M,

@@ -28,7 +28,12 @@ def node_layout(group: dist.ProcessGroup, ranks_per_node: int | None, *, equal: 
 
 
 def make_dispatcher(
-    name: Literal["flat"] | Levels, exchange: Exchange, *, ranks_per_node: int | None, device: torch.device
+    name: Literal["flat"] | Levels,
+    exchange: Exchange,
+    *,
+    ranks_per_node: int | None,
+    device: torch.device,
+    num_chunks: int = 1,
 ) -> Dispatcher:
     """The dispatcher ``name`` over ``exchange``'s group. A collective of the group.
 
@@ -38,9 +43,9 @@ def make_dispatcher(
     warm_up(exchange.group, device)
     layout = node_layout(exchange.group, ranks_per_node, equal="node" in name)
     if name == "flat":
-        return FlatDispatcher(exchange, nodes=layout.nodes)
+        return FlatDispatcher(exchange, nodes=layout.nodes, num_chunks=num_chunks)
     second = None
     if HierarchicalDispatcher.passes_on(layout, name):
         own = layout.members[layout.nodes[dist.get_rank(exchange.group)]]
         second = replace(exchange, group=part_of_group(exchange.group, own, device))
-    return HierarchicalDispatcher(Route(first=exchange, second=second), layout, levels=name)
+    return HierarchicalDispatcher(Route(first=exchange, second=second), layout, levels=name, num_chunks=num_chunks)

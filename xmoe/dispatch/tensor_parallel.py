@@ -7,6 +7,7 @@ differ by rounding, and with them the replicated parameters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ..ops.collectives import Exchange, sum_over_ranks
 from ..ops.gather import inverse_permutation
+from ..ops.overlap import Pausing
 from ..types import ExpertPlan, Rows, TokenBuffer, Traffic
 from .base import Dispatcher
 
@@ -29,21 +31,22 @@ class SharedTokens:
         self.num_ranks = dist.get_world_size(exchange.group)
         self.rank = dist.get_rank(exchange.group)
 
-    def plan(self, buffer: TokenBuffer) -> ExpertPlan:
-        return self.inner.plan(self._share(buffer, buffer.combine_weights_S))
+    @property
+    def num_chunks(self) -> int:
+        return self.inner.num_chunks
 
-    def dispatch(self, x_TD: Tensor, buffer: TokenBuffer, plan: ExpertPlan) -> Rows:
+    def plan(self, buffers: Sequence[TokenBuffer]) -> list[ExpertPlan]:
+        return self.inner.plan([self._share(buffer, buffer.combine_weights_S) for buffer in buffers])
+
+    def dispatch(self, x_TD: Tensor, buffer: TokenBuffer, plan: ExpertPlan) -> Pausing[Rows]:
         exchange = self.exchange.named("sum of gradients")
         x_TD = _SumOfGradients.apply(x_TD, exchange)
         weights_S = _SumOfGradients.apply(buffer.combine_weights_S, exchange)
-        return self.inner.dispatch(x_TD, self._share(buffer, weights_S), plan)
+        return (yield from self.inner.dispatch(x_TD, self._share(buffer, weights_S), plan))
 
-    def combine(self, y_RD: Tensor, buffer: TokenBuffer, plan: ExpertPlan) -> Tensor:
-        out_TD = self.inner.combine(y_RD, self._share(buffer, buffer.combine_weights_S), plan)
+    def combine(self, y_RD: Tensor, buffer: TokenBuffer, plan: ExpertPlan) -> Pausing[Tensor]:
+        out_TD = yield from self.inner.combine(y_RD, self._share(buffer, buffer.combine_weights_S), plan)
         return _Sum.apply(out_TD, self.exchange.named("sum of results"))
-
-    def rows_sent_away(self, plan: ExpertPlan) -> int:
-        return self.inner.rows_sent_away(plan)
 
     def traffic(self, plan: ExpertPlan) -> Traffic:
         return self.inner.traffic(plan)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from .clock import timed_wait
 
 logger = logging.getLogger(__name__)
 
@@ -90,12 +91,17 @@ def _stuck_message(label: str, timeout_s: float) -> str:
     )
 
 
-def finish(work: Any, exchange: Exchange, *, on_host: bool) -> None:
+def finish(work: Any, exchange: Exchange, device: torch.device) -> None:
     """Waits for ``work`` as its backend does. Raises RuntimeError with the label when it fails or times out."""
-    if not on_host:
-        _MONITOR.watch(work, exchange.title, exchange.timeout_s)
-        work.wait()
-        return
+    with timed_wait(device):
+        if device.type == "cpu":
+            _wait_on_host(work, exchange)
+        else:
+            _MONITOR.watch(work, exchange.title, exchange.timeout_s)
+            work.wait()
+
+
+def _wait_on_host(work: Any, exchange: Exchange) -> None:
     started = time.monotonic()
     try:
         work.wait(timedelta(seconds=exchange.timeout_s))
@@ -109,7 +115,7 @@ def sum_over_ranks(values: Tensor, exchange: Exchange) -> Tensor:
     """The group's sum, in a tensor of its own. Not differentiable."""
     total = values.clone()
     work = dist.all_reduce(total, group=exchange.group, async_op=True)
-    finish(work, exchange, on_host=values.device.type == "cpu")
+    finish(work, exchange, values.device)
     return total
 
 
@@ -120,7 +126,7 @@ def gather_over_ranks(values: Tensor, exchange: Exchange) -> Tensor:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
     # gloo gathers into a flat buffer from a flat tensor only.
     work = gather(found, values.reshape(-1), group=exchange.group, async_op=True)
-    finish(work, exchange, on_host=values.device.type == "cpu")
+    finish(work, exchange, values.device)
     return found.view(world, *values.shape)
 
 
@@ -128,54 +134,50 @@ def exchange_counts(counts: Tensor, exchange: Exchange) -> Tensor:
     """Equal all-to-all of an integer ``[W * n]`` tensor: row w goes to rank w; returns what each rank sent."""
     received = torch.empty_like(counts)
     work = dist.all_to_all_single(received, counts, group=exchange.group, async_op=True)
-    finish(work, exchange, on_host=counts.device.type == "cpu")
+    finish(work, exchange, counts.device)
     return received
 
 
-def exchange_rows(
-    rows: Tensor, send: Sequence[int], recv: Sequence[int], exchange: Exchange, *, out: Tensor | None = None
-) -> Tensor:
-    """Uneven all-to-all of rows: ``send[w]`` rows go to rank w, ``recv[w]`` come from it. Not differentiable.
+class Pending:
+    """An uneven all-to-all of rows under way. Other work may go on until :meth:`finish`, which must be called.
 
-    They arrive in ``out`` where it is given, which is contiguous.
+    ``send[w]`` rows go to rank w, ``recv[w]`` come from it, in the order of the ranks; into ``out`` where it is given,
+    which is contiguous. Every rank of the group must begin its exchanges in the same order. Not differentiable.
     """
-    send, recv = list(send), list(recv)
-    guard = exchange.self_row_guard and (sum(send) == 0 or sum(recv) == 0)
-    if guard:
-        own = dist.get_rank(exchange.group)
-        at = sum(send[:own])
-        rows = torch.cat([rows[:at], rows.new_zeros((1, *rows.shape[1:])), rows[at:]])
-        send[own] += 1
-        recv[own] += 1
-    received = out if out is not None and not guard else rows.new_empty((sum(recv), *rows.shape[1:]))
-    work = dist.all_to_all_single(received, rows.contiguous(), recv, send, group=exchange.group, async_op=True)
-    finish(work, exchange, on_host=rows.device.type == "cpu")
-    if guard:
-        at = sum(recv[:own])
-        received = torch.cat([received[:at], received[at + 1 :]])
-        if out is not None:
-            out.copy_(received)
-            return out
-    return received
+
+    def __init__(
+        self,
+        rows: Tensor,
+        send: Sequence[int],
+        recv: Sequence[int],
+        *,
+        exchange: Exchange,
+        out: Tensor | None = None,
+    ) -> None:
+        send, recv = list(send), list(recv)
+        self._exchange, self._out = exchange, out
+        self._dummy_at: int | None = None
+        if exchange.self_row_guard and (sum(send) == 0 or sum(recv) == 0):
+            own = dist.get_rank(exchange.group)
+            at, self._dummy_at = sum(send[:own]), sum(recv[:own])
+            rows = torch.cat([rows[:at], rows.new_zeros((1, *rows.shape[1:])), rows[at:]])
+            send[own] += 1
+            recv[own] += 1
+            out = None
+        self._rows = rows.contiguous()  # held until it has left
+        self._received = out if out is not None else rows.new_empty((sum(recv), *rows.shape[1:]))
+        self._work = dist.all_to_all_single(self._received, self._rows, recv, send, group=exchange.group, async_op=True)
+
+    def finish(self) -> Tensor:
+        """The rows received. Raises RuntimeError naming the exchange when it fails or outlasts its timeout."""
+        finish(self._work, self._exchange, self._rows.device)
+        del self._rows
+        if self._dummy_at is None:
+            return self._received
+        received = torch.cat([self._received[: self._dummy_at], self._received[self._dummy_at + 1 :]])
+        return received if self._out is None else self._out.copy_(received)
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], recv: list[int], exchange: Exchange) -> Tensor:
-        ctx.send, ctx.recv, ctx.exchange = send, recv, exchange
-        return exchange_rows(rows, send, recv, exchange)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        returned = exchange_rows(grad, ctx.recv, ctx.send, ctx.exchange.named("backward"))
-        return returned, None, None, None
-
-
-def all_to_all(rows: Tensor, send: list[int], recv: list[int], exchange: Exchange) -> Tensor:
-    """Uneven all-to-all along dimension 0, ``[sum(send), ...]`` to ``[sum(recv), ...]``; backward is its reverse.
-
-    Rows arrive in the order of the ranks. Every rank of the group must call it, with rows or without.
-    Raises RuntimeError naming ``exchange.label`` when the collective fails or outlasts its timeout.
-    """
-    return _AllToAll.apply(rows, send, recv, exchange)
+def exchange_rows(rows: Tensor, send: Sequence[int], recv: Sequence[int], exchange: Exchange) -> Tensor:
+    """An uneven all-to-all of rows, begun and finished; see :class:`Pending`."""
+    return Pending(rows, send, recv, exchange=exchange).finish()

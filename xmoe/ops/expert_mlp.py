@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ..kernels.reference import Activation, ExpertWeights
 from ._backend import kernels_for
+from .clock import timed_backward
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -31,7 +32,7 @@ class _ExpertMLP(torch.autograd.Function):
         activation: Activation,
         *flat: Tensor,
     ) -> Tensor:
-        ctx.kernels = kernels_for(x_RD)
+        ctx.kernels, ctx.timed = kernels_for(x_RD), timed_backward()
         with torch.autocast(x_RD.device.type, enabled=False):
             y_RD, up_MF, gate_MF = ctx.kernels.expert_mlp_forward(
                 x_RD,
@@ -53,7 +54,7 @@ class _ExpertMLP(torch.autograd.Function):
     def backward(ctx: Any, grad_y_RD: Tensor) -> tuple[Tensor | None, ...]:
         x_RD, row_ids_M, assignments_RK, weights_M, counts_e, up_MF, *rest = ctx.saved_tensors
         gate_MF, flat = (rest[0], rest[1:]) if ctx.gated else (None, rest)
-        with torch.autocast(x_RD.device.type, enabled=False):
+        with ctx.timed(x_RD.device), torch.autocast(x_RD.device.type, enabled=False):
             grad_x_RD, grad_weights_M, grads = ctx.kernels.expert_mlp_backward(
                 grad_y_RD,
                 x_RD,

@@ -36,7 +36,13 @@ def dispatcher_of(layer: MoE, config: XMoEConfig, exchange: Exchange) -> Dispatc
         if name == "auto":
             layout = node_layout(exchange.group, config.ranks_per_node, equal=False)
             name = agreed_dispatch(exchange.group, layout, _sizes(layer))
-        return make_dispatcher(name, exchange, ranks_per_node=config.ranks_per_node, device=device)
+        return make_dispatcher(
+            name,
+            exchange,
+            ranks_per_node=config.ranks_per_node,
+            device=device,
+            num_chunks=config.overlap_chunks,
+        )
     except ConfigError as error:
         if not layer.is_configured:
             raise

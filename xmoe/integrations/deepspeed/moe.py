@@ -353,6 +353,7 @@ class MoE(native_layer.MoE):
             same_tokens = replace(exchange, group=bwc_tensor_model_parallel_group(groups.mpu))
             dispatcher = SharedTokens(dispatcher, same_tokens)
         self.deepspeed_moe.set_dispatcher(dispatcher)
+        self.deepspeed_moe.clock.enabled = config.stage_times
         self.deepspeed_moe.set_sequence_shard(shard_of(self, exchange) if self.shards_sequence else None)
 
 

@@ -11,8 +11,8 @@ Milliseconds of forward. DeepSpeed's layers add them up from the start of the ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...dispatch.base import Dispatcher
 from ...layer import RoutedMLP
+from ...ops.overlap import Pausing, within
 from ...types import ExpertPlan, Rows, TokenBuffer, Traffic
 
 if TYPE_CHECKING:
@@ -48,23 +49,28 @@ class _Timed:
     def __init__(self, dispatcher: Dispatcher, layer: MOELayer) -> None:
         self._dispatcher, self._layer = dispatcher, layer
 
-    def plan(self, buffer: TokenBuffer) -> ExpertPlan:
-        with measured(self._layer, FIRST_ALLTOALL_TIMER, "time_falltoall"):
-            return self._dispatcher.plan(buffer)
+    @property
+    def num_chunks(self) -> int:
+        return self._dispatcher.num_chunks
 
-    def dispatch(self, x_TD: Tensor, buffer: TokenBuffer, plan: ExpertPlan) -> Rows:
-        with measured(self._layer, FIRST_ALLTOALL_TIMER, "time_falltoall"):
-            return self._dispatcher.dispatch(x_TD, buffer, plan)
+    def plan(self, buffers: Sequence[TokenBuffer]) -> list[ExpertPlan]:
+        with self._first():
+            return self._dispatcher.plan(buffers)
 
-    def combine(self, y_RD: Tensor, buffer: TokenBuffer, plan: ExpertPlan) -> Tensor:
-        with measured(self._layer, SECOND_ALLTOALL_TIMER, "time_salltoall"):
-            return self._dispatcher.combine(y_RD, buffer, plan)
+    def dispatch(self, x_TD: Tensor, buffer: TokenBuffer, plan: ExpertPlan) -> Pausing[Rows]:
+        return within(self._dispatcher.dispatch(x_TD, buffer, plan), self._first)
 
-    def rows_sent_away(self, plan: ExpertPlan) -> int:
-        return self._dispatcher.rows_sent_away(plan)
+    def combine(self, y_RD: Tensor, buffer: TokenBuffer, plan: ExpertPlan) -> Pausing[Tensor]:
+        return within(self._dispatcher.combine(y_RD, buffer, plan), self._second)
 
     def traffic(self, plan: ExpertPlan) -> Traffic:
         return self._dispatcher.traffic(plan)
+
+    def _first(self) -> AbstractContextManager[None]:
+        return measured(self._layer, FIRST_ALLTOALL_TIMER, "time_falltoall")
+
+    def _second(self) -> AbstractContextManager[None]:
+        return measured(self._layer, SECOND_ALLTOALL_TIMER, "time_salltoall")
 
 
 @torch.compiler.disable(recursive=True)

@@ -1,0 +1,225 @@
+"""Exchanges that overlap with computing: the order of the parts, the same results, and nothing paid for it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hierarchical_layers import HIDDEN, UNEVEN, dispatcher_of, inputs_of, make_layer
+from syncs import recorded_syncs
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from xmoe.ops.collectives import Pending
+from xmoe.ops.overlap import overlapped, to_end, together
+from xmoe.testing import assert_close, run_ranks
+
+NAMES = ["flat", "gpu", "node", "node+gpu"]
+
+
+def run_of(name, pauses, seen):
+    for part in range(pauses):
+        seen.append(f"{name}{part}")
+        yield
+    seen.append(f"{name}{pauses}")
+    return name
+
+
+def test_younger_runs_go_first_and_something_else_in_the_first_pause():
+    seen = []
+    runs = [run_of(name, 2, seen) for name in "abc"]
+    assert overlapped(runs, lambda: seen.append("-") or 7) == (["a", "b", "c"], 7)
+    assert seen == ["a0", "-", "b0", "a1", "c0", "b1", "a2", "c1", "b2", "c2"]
+    seen.clear()
+    assert overlapped([run_of("a", 0, seen)], lambda: seen.append("-")) == (["a"], None)
+    assert seen == ["a0", "-"]
+    seen.clear()
+    assert to_end(together(run_of("a", 2, seen), run_of("b", 1, seen))) == ("a", "b")
+    assert seen == ["a0", "b0", "a1", "b1", "a2"]
+
+
+# The same results
+
+
+def layer_of(rank, world, name, num_chunks, *, ranks_per_node, shared=False, **options):
+    layer = make_layer(4 * world, 3, rank=rank, world=world, **options)
+    if shared:
+        torch.manual_seed(5)
+        layer.shared_mlp = nn.Linear(HIDDEN, HIDDEN).double()
+        layer.shared_gate = nn.Linear(HIDDEN, 1).double()
+    layer.set_dispatcher(dispatcher_of(name, ranks_per_node, num_chunks=num_chunks))
+    return layer
+
+
+def results_of(layer, rank, *, tokens, through=lambda layer, x: layer(x)):
+    x, upstream = inputs_of(rank, tokens)
+    y, aux, counts = through(layer, x)
+    ((y * upstream).sum() + aux).backward()
+    return [y.detach(), aux.detach(), counts.double(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+def same_results(ranks_per_node, cases):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for name, num_chunks, options in cases:
+        for tokens in (UNEVEN[rank], 20, 1, 0):
+            made = {"ranks_per_node": ranks_per_node} | options
+            expected = results_of(layer_of(rank, world, name, 1, **made), rank, tokens=tokens)
+            found, again = (
+                results_of(layer_of(rank, world, name, num_chunks, **made), rank, tokens=tokens) for _ in range(2)
+            )
+            for index, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
+                assert_close(actual, wanted, what=f"{name}, {num_chunks} chunks, {tokens} tokens, result {index}")
+                assert torch.equal(actual, again[index]), "two runs differ"
+
+
+DROPS = {"drop_tokens": True, "drop_policy": "probs", "capacity_factor": 0.5, "min_capacity": 1}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("world", "ranks_per_node"), [(1, 1), (2, 1), (4, 2)])
+def test_results_do_not_depend_on_the_number_of_chunks(world, ranks_per_node):
+    cases = [(name, chunks, {}) for name in NAMES for chunks in (2, 3, 7)]
+    cases += [("node+gpu", 3, {"shared": True}), ("flat", 2, {"expert": "loop"}), ("node+gpu", 2, DROPS)]
+    cases += [("flat", 4, {"shared": True, "expert": "loop"})]
+    run_ranks(world, same_results, ranks_per_node, cases)
+
+
+def same_when_recomputed(reentrant):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for name in ("flat", "node+gpu"):
+        made = {"ranks_per_node": 2, "shared": True}
+        expected = results_of(layer_of(rank, world, name, 3, **made), rank, tokens=UNEVEN[rank])
+        layer = layer_of(rank, world, name, 3, **made)
+        plans = []
+        plan = layer.dispatcher.plan
+        layer.dispatcher.plan = lambda buffers, plan=plan, plans=plans: plans.append(1) or plan(buffers)
+        found = results_of(
+            layer,
+            rank,
+            tokens=UNEVEN[rank],
+            through=lambda layer, x: checkpoint(layer, x, use_reentrant=reentrant),
+        )
+        for actual, wanted in zip(found, expected, strict=True):
+            assert torch.equal(actual, wanted)
+        assert len(plans) == 1
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_replays_all_chunks(reentrant):
+    run_ranks(4, same_when_recomputed, reentrant)
+
+
+# What runs while rows are under way
+
+
+class Noted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, what, note):
+        ctx.what, ctx.note = what, note
+        note(what)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.note(f"{ctx.what}, backward")
+        return grad, None, None
+
+
+class NotedMLP(nn.Module):
+    def __init__(self, what, note):
+        super().__init__()
+        self.fc, self.what, self.note = nn.Linear(HIDDEN, HIDDEN).double(), what, note
+
+    def forward(self, x):
+        return Noted.apply(self.fc(x), self.what, self.note)
+
+
+def under_way(name, num_chunks):
+    """For each part of the experts: how many exchanges of rows were under way as it was computed."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layer = layer_of(rank, world, name, num_chunks, ranks_per_node=2)
+    pending, seen = [], {}
+    begin, finish = Pending.__init__, Pending.finish
+
+    def counted_begin(self, rows, *args, **options):
+        begin(self, rows, *args, **options)
+        if rows.dim() == 2:
+            pending.append(self)
+
+    def counted_finish(self):
+        if self in pending:
+            pending.remove(self)
+        return finish(self)
+
+    def note(what):
+        seen.setdefault(what, []).append(len(pending))
+
+    Pending.__init__, Pending.finish = counted_begin, counted_finish
+    try:
+        experts = layer.experts
+        layer.experts.forward = lambda rows, plan, decide: Noted.apply(
+            type(experts).forward(experts, rows, plan, decide=decide), "experts", note
+        )
+        layer.shared_mlp = NotedMLP("shared", note)
+        results_of(layer, rank, tokens=12)
+        assert not pending
+    finally:
+        Pending.__init__, Pending.finish = begin, finish
+    return seen
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", NAMES)
+def test_an_exchange_is_under_way_while_experts_compute(name):
+    for seen in run_ranks(4, under_way, name, 1):
+        assert seen == {"experts": [0], "experts, backward": [0], "shared": [1], "shared, backward": [1]}
+    for seen in run_ranks(4, under_way, name, 3):
+        # Two: the next chunk's rows and, from the second chunk on, the results of the one before. Backward mirrors it.
+        assert all(count >= 1 for count in seen["experts"])
+        assert all(count >= 1 for count in seen["experts, backward"])
+        assert len(seen["experts"]) == len(seen["experts, backward"]) == 3
+        assert seen["shared"] == [1]
+        assert seen["shared, backward"] == [1]
+
+
+# What it costs
+
+
+def costs(name, num_chunks):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layer = layer_of(rank, world, name, num_chunks, ranks_per_node=2)
+    kinds, kept = [], {}
+    all_to_all = dist.all_to_all_single
+
+    def recorded(output, input, *splits, **options):
+        kinds.append("rows" if input.dim() == 2 else str(input.dtype))
+        return all_to_all(output, input, *splits, **options)
+
+    x, upstream = inputs_of(rank, 12)
+    own = {parameter.data_ptr() for parameter in layer.parameters()}
+
+    def pack(tensor):
+        if tensor.dim() == 2 and tensor.shape[1] == HIDDEN and tensor.is_floating_point():
+            kept[tensor.data_ptr()] = len(tensor)
+        return tensor
+
+    dist.all_to_all_single = recorded
+    with recorded_syncs() as syncs:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y, aux, _ = layer(x)
+        forward = list(kinds)
+        ((y * upstream).sum() + aux).backward()
+    rows = sum(count for address, count in kept.items() if address not in own)
+    return forward, syncs, rows, layer.counters.traffic
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["flat", "node+gpu"])
+def test_chunks_cost_no_sync_no_metadata_exchange_and_no_memory(name):
+    whole, cut = run_ranks(4, costs, name, 1), run_ranks(4, costs, name, 3)
+    for (_, _, rows, traffic), (kinds, syncs, chunked_rows, chunked_traffic) in zip(whole, cut, strict=True):
+        assert syncs == ["tolist"]
+        before = kinds[: kinds.index("rows")]
+        assert before == ["torch.int64", "torch.int32"][: 2 if "node" in name else 1]
+        assert kinds.count("torch.int64") + kinds.count("torch.int32") == len(before)
+        assert chunked_traffic.between_nodes == traffic.between_nodes
+        assert chunked_rows == rows
