@@ -1,10 +1,7 @@
 """Gating: from router logits to experts, weights, counts and the losses' sums in one launch.
 
-A tile holds a few tokens and all their experts, so that softmax, selection and sums never leave the registers. What
-experts are ranked by becomes an integer that orders as the number does: the best is its maximum, of equal ones the
-lowest column, and what is taken falls below every number, so that even rows of NaN give K different experts.
-
-Every program writes its own counts and sums; a second kernel adds them in a fixed order.
+A tile holds a few tokens and all their experts, so that softmax, selection and sums never leave the registers. Every
+program writes its own counts and sums; a second kernel adds them in a fixed order.
 """
 
 from __future__ import annotations
@@ -16,22 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .gating_choice import experts_of_columns, find_experts, rank_experts, take_experts
 from .gating_tiles import (
-    BARRED,
     EPS,
-    TAKEN,
     Programs,
     check_logits,
     gate_config,
     load_logits,
     load_used,
     mask_bytes,
-    number_of,
     power_of,
     program_tokens,
-    rank_of,
     softmax_parts,
-    take_best,
 )
 from .launch import Cost, Launch, arch_of, launch
 from .reference_gating import GateRule, Gating, check_gate
@@ -39,95 +32,53 @@ from .tuning import config_for
 
 
 @triton.jit
-def _bar_groups(ranks, values, num_limited, TOP2: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr):
-    """``ranks`` with the experts barred that are in none of the token's ``num_limited`` best groups.
+def _score(x, SIGMOID: tl.constexpr, SOFTMAX: tl.constexpr):
+    """``(scores, shares, largest, total)`` of each row, the last two of its softmax: None without ``SOFTMAX``.
 
-    ``values``  ranks of what a group is scored by: the two best of a group are added, or the best one counts
+    A sigmoid's scores are divided by their sum to be shares; a softmax's, which needs ``SOFTMAX``, are shares.
 
-    Example: 2 groups of 2, values [5, 0, 3, 3], TOP2, one group: 5 against 6, so the first two are barred.
+    Example: softmax of [0, 0, log 2] gives scores and shares [1/4, 1/4, 1/2], largest log 2, total 2.
     """
-    members = tl.reshape(values, (values.shape[0], GROUPS, MEMBERS))
-    best = tl.max(members, 2)
-    groups = best
-    if TOP2:
-        member = tl.arange(0, MEMBERS)[None, None, :]
-        found = tl.min(tl.where(members == best[:, :, None], member, MEMBERS), 2)
-        second = tl.max(tl.where(member == found[:, :, None], BARRED, members), 2)
-        groups = rank_of(number_of(best) + tl.where(second == BARRED, 0.0, number_of(second)))
-        groups = tl.where(best == BARRED, BARRED, groups)
-    for _ in range(num_limited):
-        _found, groups = take_best(groups, GROUPS)
-    allowed = tl.broadcast_to((groups == TAKEN)[:, :, None], (values.shape[0], GROUPS, MEMBERS))
-    return tl.where(tl.reshape(allowed, (values.shape[0], GROUPS * MEMBERS)), ranks, BARRED)
+    largest, total = None, None
+    if SIGMOID:
+        scores = tl.sigmoid(x)
+        shares = scores * (1.0 / tl.maximum(tl.sum(scores, 1), EPS))[:, None]
+    if SOFTMAX:
+        largest, powers, total = softmax_parts(x)
+    if not SIGMOID:
+        scores = powers * (1.0 / total)[:, None]
+        shares = scores
+    return scores, shares, largest, total
 
 
 @triton.jit
-def _rank(
-    x, scores, bias, expert, valid, num_limited, GROUP_SCORE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr
+def _weigh(
+    logits,
+    token,
+    picked,
+    choices,
+    largest,
+    total,
+    num_experts,
+    scale,
+    SIGMOID: tl.constexpr,
+    NORMALIZE: tl.constexpr,
 ):
-    """Ranks of the experts a token may take: by logits, or by scores plus the bias."""
-    if bias is not None:
-        ranking = scores + tl.load(bias + expert, mask=valid, other=0.0)[None, :]
-        group_score = ranking
-    else:
-        ranking = x
-        group_score = scores
-    ranks = tl.where(valid[None, :], rank_of(ranking), BARRED)
-    if GROUP_SCORE == "max":
-        ranks = _bar_groups(ranks, ranks, num_limited, False, GROUPS, WIDTH // GROUPS)
-    if GROUP_SCORE == "top2_sum":
-        values = tl.where(valid[None, :], rank_of(group_score), BARRED)
-        ranks = _bar_groups(ranks, values, num_limited, True, GROUPS, WIDTH // GROUPS)
-    return ranks
+    """``scale`` times the scores of the experts picked, 0 where none is; of sum ``scale`` in a row if ``NORMALIZE``.
 
+    ``largest``, ``total``  of the rows' softmax, as :func:`_score` returns them; a sigmoid needs none
 
-@triton.jit
-def _experts(num_experts, group_size, GROUPS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr):
-    """The expert of each column, and whether there is one.
-
-    Example: 2 groups of 3, WIDTH 8: 0, 1, 2, none, 3, 4, 5, none.
+    Example: logits [[0, 0, log 2]], picked [[2, 0]]: scores 1/2 and 1/4, so weights 2/3 and 1/3 of scale 1.
     """
-    expert = tl.arange(0, WIDTH)
-    valid = expert < num_experts
-    if PADDED:
-        member = expert % (WIDTH // GROUPS)
-        expert = expert // (WIDTH // GROUPS) * group_size + member
-        valid = (member < group_size) & (expert < num_experts)
-    return expert, valid
-
-
-@triton.jit
-def _take(
-    ranks,
-    counted,
-    top_k,
-    group_size,
-    GROUPS: tl.constexpr,
-    PADDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHOICES: tl.constexpr,
-):
-    """``(the top_k best experts of each row, -1 where the row does not count; 1 in their columns)``."""
-    place = tl.arange(0, CHOICES)[None, :]
-    picked = tl.full((ranks.shape[0], CHOICES), -1, tl.int32)
-    for choice in range(top_k):
-        found, ranks = take_best(ranks, WIDTH)
-        picked = tl.where(place == choice, found[:, None], picked)
-    if PADDED:
-        picked = picked // (WIDTH // GROUPS) * group_size + picked % (WIDTH // GROUPS)
-    chosen = tl.where(counted[:, None] & (ranks == TAKEN), 1, 0)
-    return tl.where(counted[:, None], picked, -1), chosen
-
-
-@triton.jit
-def _find(picked, expert, valid, top_k, WIDTH: tl.constexpr, CHOICES: tl.constexpr):
-    """1 in the columns of the experts picked."""
-    place = tl.arange(0, CHOICES)[None, :]
-    chosen = tl.zeros((picked.shape[0], WIDTH), tl.int32)
-    for choice in range(top_k):
-        found = tl.max(tl.where(place == choice, picked, -1), 1)
-        chosen += tl.where((expert[None, :] == found[:, None]) & valid[None, :], 1, 0)
-    return chosen
+    # The logits of the chosen are in the cache: loading them is cheaper than finding them in the tile.
+    places = (tl.cast(token, tl.int64) * num_experts)[:, None] + tl.maximum(picked, 0)
+    x = tl.load(logits + places, mask=choices, other=0.0)
+    scores = tl.sigmoid(x) if SIGMOID else power_of(x, largest) * (1.0 / total)[:, None]
+    scores = tl.where(choices & (picked >= 0), scores, 0.0)
+    factor = tl.full((picked.shape[0],), 1.0, tl.float32) * scale
+    if NORMALIZE:
+        factor = factor / tl.maximum(tl.sum(scores, 1), EPS)
+    return scores * factor[:, None]
 
 
 @triton.jit
@@ -167,7 +118,7 @@ def _gate_forward_kernel(
     scores 1/4, 1/4, 1/2, so weights 1/2 and 1/4 over 3/4.
     """
     _part, first, end = program_tokens(part_tokens, part_programs, BLOCK_T, TILES)
-    expert, valid = _experts(num_experts, group_size, GROUPS, PADDED, WIDTH)
+    expert, valid = experts_of_columns(num_experts, group_size, GROUPS, PADDED, WIDTH)
     place = tl.arange(0, CHOICES)
     share_sums = tl.zeros((BLOCK_T, WIDTH), tl.float32)
     chosen_sums = tl.zeros((BLOCK_T, WIDTH), tl.int32)
@@ -177,16 +128,8 @@ def _gate_forward_kernel(
         inside = token < end
         counted = load_used(used, token, inside)
         x = load_logits(logits, token, inside, expert, valid, num_experts)
-        if SIGMOID:
-            scores = tl.sigmoid(x)
-            share = scores * (1.0 / tl.maximum(tl.sum(scores, 1), EPS))[:, None]
-        if not SIGMOID or z is not None:
-            largest, powers, total = softmax_parts(x)
-        if not SIGMOID:
-            scale_down = 1.0 / total
-            scores = powers * scale_down[:, None]
-            share = scores
-        share_sums += tl.where(counted[:, None], share, 0.0)
+        scores, shared, largest, total = _score(x, SIGMOID, not SIGMOID or z is not None)
+        share_sums += tl.where(counted[:, None], shared, 0.0)
         if z is not None:
             lse = largest + tl.log(total)
             z_sums += tl.where(counted, lse * lse, 0.0)
@@ -194,23 +137,15 @@ def _gate_forward_kernel(
         slots = (tl.cast(token, tl.int64) * top_k)[:, None] + place[None, :]
         choices = inside[:, None] & (place < top_k)[None, :]
         if ids_in is None:
-            ranks = _rank(x, scores, bias, expert, valid, num_limited, GROUP_SCORE, GROUPS, WIDTH)
-            picked, chosen = _take(ranks, counted, top_k, group_size, GROUPS, PADDED, WIDTH, CHOICES)
+            ranks = rank_experts(x, scores, bias, expert, valid, num_limited, GROUP_SCORE, GROUPS, WIDTH)
+            picked, chosen = take_experts(ranks, counted, top_k, group_size, GROUPS, PADDED, WIDTH, CHOICES)
             tl.store(ids_out + slots, picked, mask=choices)
         else:
             picked = tl.load(ids_in + slots, mask=choices, other=-1)
-            chosen = _find(picked, expert, valid, top_k, WIDTH, CHOICES)
+            chosen = find_experts(picked, expert, valid, top_k, WIDTH, CHOICES)
         chosen_sums += chosen
-
-        # The logits of the chosen are in the cache: loading them is cheaper than finding them in the tile.
-        places = (tl.cast(token, tl.int64) * num_experts)[:, None] + tl.maximum(picked, 0)
-        x = tl.load(logits + places, mask=choices, other=0.0)
-        raws = tl.sigmoid(x) if SIGMOID else power_of(x, largest) * scale_down[:, None]
-        raws = tl.where(choices & (picked >= 0), raws, 0.0)
-        factor = tl.full((BLOCK_T,), 1.0, tl.float32) * scale
-        if NORMALIZE:
-            factor = factor / tl.maximum(tl.sum(raws, 1), EPS)
-        tl.store(weights + slots, raws * factor[:, None], mask=choices)
+        weight = _weigh(logits, token, picked, choices, largest, total, num_experts, scale, SIGMOID, NORMALIZE)
+        tl.store(weights + slots, weight, mask=choices)
 
     row = tl.cast(tl.program_id(0), tl.int64)
     tl.store(counts + row * num_experts + expert, tl.sum(chosen_sums, 0), mask=valid)
