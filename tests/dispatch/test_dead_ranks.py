@@ -25,7 +25,14 @@ SCENARIOS = {
         signal.SIGSTOP,
         BOTH,
         "dispatch of rows, second hop",
-        {"dispatch of rows, second hop", "dispatch of weights"},
+        {"dispatch of rows, second hop", "combine of rows"},
+    ),
+    # One chunk's results and the next one's rows are under way.
+    "killed-overlapped": (
+        signal.SIGKILL,
+        {**BOTH, "overlap_chunks": 3},
+        "combine of rows",
+        {"combine of rows", "dispatch of rows", "dispatch of rows, second hop"},
     ),
 }
 

@@ -24,9 +24,11 @@ WORLD, WIDTH = 8, 8
 DISPATCHERS = ["flat", "gpu", "node", "node+gpu"]
 
 
-def _dispatcher(name, ranks_per_node):
+def _dispatcher(name, ranks_per_node, num_chunks):
     exchange = Exchange(group=dist.group.WORLD, label=f"soak of {name}", timeout_s=60.0)
-    return make_dispatcher(name, exchange, ranks_per_node=ranks_per_node, device=torch.device("cpu"))
+    return make_dispatcher(
+        name, exchange, ranks_per_node=ranks_per_node, device=torch.device("cpu"), num_chunks=num_chunks
+    )
 
 
 def _initialize(module, expert_id):
@@ -55,7 +57,7 @@ def _tokens(own):
     return own.choice([0, 1, own.randint(2, 9), own.randint(2, 60)])
 
 
-def _steps(name, ranks_per_node, num_steps, seed):
+def _steps(name, ranks_per_node, num_chunks, num_steps, seed):
     """Runs forward, and mostly backward, of both layers; compares with a layer that holds every expert."""
     rank, shared = dist.get_rank(), random.Random(seed)
     own = random.Random(seed * WORLD + rank + 1)
@@ -64,7 +66,7 @@ def _steps(name, ranks_per_node, num_steps, seed):
     spread = _layer(shared, WORLD * per_rank, per_rank, rank * per_rank)
     shared.setstate(state)
     whole = _layer(shared, WORLD * per_rank, WORLD * per_rank, 0)
-    spread.set_dispatcher(_dispatcher(name, ranks_per_node))
+    spread.set_dispatcher(_dispatcher(name, ranks_per_node, num_chunks))
     for step in range(num_steps):
         kind = shared.choice(["plain", "plain", "checkpointed", "evaluation"])
         tokens, used = _tokens(own), None
@@ -87,9 +89,9 @@ def _steps(name, ranks_per_node, num_steps, seed):
     return num_steps
 
 
-@pytest.mark.parametrize("name", DISPATCHERS)
-def test_steps_of_eight_ranks(name):
-    assert run_ranks(WORLD, _steps, name, 4, 12, 1) == [12] * WORLD
+@pytest.mark.parametrize(("name", "num_chunks"), [("flat", 3), ("gpu", 1), ("node", 1), ("node+gpu", 2)])
+def test_steps_of_eight_ranks(name, num_chunks):
+    assert run_ranks(WORLD, _steps, name, 4, num_chunks, 12, 1) == [12] * WORLD
 
 
 @pytest.mark.soak
@@ -97,4 +99,6 @@ def test_steps_of_eight_ranks(name):
 @pytest.mark.parametrize("name", DISPATCHERS)
 @pytest.mark.parametrize("seed", range(10))
 def test_200_steps_of_eight_ranks(name, seed):
-    assert run_ranks(WORLD, _steps, name, [4, 2, 8, 1][seed % 4], 200, 100 + seed, timeout_s=600.0) == [200] * WORLD
+    ranks_per_node, num_chunks = [4, 2, 8, 1][seed % 4], [1, 2, 3][seed % 3]
+    answers = run_ranks(WORLD, _steps, name, ranks_per_node, num_chunks, 200, 100 + seed, timeout_s=600.0)
+    assert answers == [200] * WORLD

@@ -50,6 +50,7 @@ def trained(sections, ep_size, hosts, options):
 def test_training_by_any_dispatch_is_training_by_flat(world, ep_size, hosts, options):
     given = {} if hosts else {"ranks_per_node": 2}
     sections = [{"dispatch": name, **given} for name in ("flat", "gpu", "node", "node+gpu")]
+    sections += [{"dispatch": "node+gpu", "overlap_chunks": 3, **given}]
     for found in run_ranks(world, trained, sections, ep_size, hosts, options):
         losses, whole, flat = found[0]
         for (other_losses, other, traffic), section in zip(found[1:], sections[1:], strict=True):
