@@ -33,6 +33,7 @@ class LoadCounters:
     ``computed_rows``             expert rows computed on this rank, forward
     ``all_to_all_bytes``          bytes of rows that left this rank, forward and backward
     ``between_nodes_bytes``       those of them that left its node
+    ``to_self_bytes``             bytes of rows that stayed, counted alike
     ``traffic``                   rows of dispatch in forward, by the links they took
     """
 
@@ -41,6 +42,7 @@ class LoadCounters:
     computed_rows: int = 0
     all_to_all_bytes: int = 0
     between_nodes_bytes: int = 0
+    to_self_bytes: int = 0
     traffic: Traffic = field(default_factory=Traffic)
 
 
@@ -158,6 +160,7 @@ class RoutedMLP(nn.Module):
         counters.traffic = counters.traffic + traffic
         counters.all_to_all_bytes += 4 * (traffic.inside_node + traffic.between_nodes) * row_bytes
         counters.between_nodes_bytes += 4 * traffic.between_nodes * row_bytes
+        counters.to_self_bytes += 4 * traffic.to_self * row_bytes
 
     def take_counters(self) -> LoadCounters:
         """The counters since the last call, which starts them anew."""

@@ -2,7 +2,8 @@
 
 On a device the host only queues work, so that its own clock would show nothing. There each boundary is an event in the
 stream that computes, and times are read when they are asked for: nothing waits in between. The wait for an exchange
-counts for what it holds up the computing stream, which is the part of the exchange that nothing overlapped.
+counts for what it holds up the computing stream, which is the part of the exchange that nothing overlapped. A wait for
+a rank that comes late to an exchange is part of it: no clock of one rank can tell the two apart.
 """
 
 from __future__ import annotations
@@ -20,12 +21,23 @@ from .overlap import Pausing, within
 
 V = TypeVar("V")
 
+STAGES = ("route", "plan", "dispatch", "experts", "combine", "shared_experts")
+"""What a layer's forward consists of, in its order."""
+
+STAGE_TIMES = tuple(stage + part for stage in STAGES for part in ("", "_wait", "_backward", "_backward_wait"))
+"""Every name a layer's times can have, in an order that all ranks share. See :class:`StageClock`."""
+
 # Spans of a device that nobody asked for are read in passing once there are so many.
 _MAX_UNREAD = 2048
 
 
 class StageClock:
-    """Adds up the seconds of named stages. Off, it costs nothing and finds nothing."""
+    """Adds up the seconds of named stages. Off, it costs nothing and finds nothing.
+
+    ``NAME``           a stage of forward, those of a recompute included
+    ``NAME_backward``  backward of what the stage computed with xmoe's own operators: exchanges and fused experts
+    ``NAME_wait``, ``NAME_backward_wait``  the part of them in which the stage waited for an exchange
+    """
 
     def __init__(self) -> None:
         self.enabled = False
@@ -36,8 +48,8 @@ class StageClock:
     @contextmanager
     def span(self, name: str, device: torch.device) -> Iterator[None]:
         """Adds the time of its body to stage ``name``."""
-        self._names.append(name)
         start = _boundary(device)
+        self._names.append(name)
         try:
             yield
         finally:
@@ -61,6 +73,10 @@ class StageClock:
         taken, self._seconds = self._seconds, {}
         return taken
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the layer starts without spans that are under way: a device's events cannot be copied.
+        return self.__dict__ | {"_seconds": {}, "_unread": deque(), "_names": []}
+
     def _add(self, name: str, start: Any, end: Any) -> None:
         if isinstance(start, float):
             self._seconds[name] = self._seconds.get(name, 0.0) + end - start
@@ -78,8 +94,10 @@ class StageClock:
 def _boundary(device: torch.device) -> Any:
     if device.type == "cpu":
         return time.perf_counter()
-    event = torch.get_device_module(device).Event(enable_timing=True)
-    event.record()
+    module = torch.get_device_module(device)
+    event = module.Event(enable_timing=True)
+    # The stream of the tensors' device, which need not be the current one.
+    event.record(module.current_stream(device))
     return event
 
 
