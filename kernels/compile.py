@@ -16,10 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from .launch import Launch, compiler_knobs
+from .launch import WARP_SIZE, WAVE_SIZE, Launch, compiler_knobs
 from .tuning import is_amd
-
-WAVE_SIZE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,9 @@ class Compiled:
 
 def target_of(arch: str) -> GPUTarget:
     """``gfx90a`` and the like, or ``sm_90`` and the like."""
-    return GPUTarget("hip", arch, WAVE_SIZE) if is_amd(arch) else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    if is_amd(arch):
+        return GPUTarget("hip", arch, WAVE_SIZE)
+    return GPUTarget("cuda", int(arch.removeprefix("sm_")), WARP_SIZE)
 
 
 def compile_launch(call: Launch, arch: str) -> Compiled:

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tuning import ARCHES, INTERPRETER, Config, only_defaults
+from .tuning import ARCHES, INTERPRETER, Config, is_amd, only_defaults
+
+WAVE_SIZE, WARP_SIZE = 64, 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,17 +133,37 @@ def device_arch(device: torch.device) -> str:
 def launch(call: Launch) -> None:
     """Runs the kernel, or records it inside :func:`recording`. A grid without programs runs nothing.
 
-    The kernel runs on its tensors' device, whichever is current: Triton itself would take the current one.
+    The kernel runs on its tensors' device, whichever is current: Triton itself would take the current one. Raises
+    ValueError for a grid larger than the device takes.
     """
     counts = _COUNTS.get()
     if counts is not None:
         counts[call.name] += 1
     recorder = _RECORDER.get()
     if recorder is not None:
+        _check_grid(call, amd=is_amd(recorder.arch))
         recorder.launches.append(call)
     elif all(call.grid):
+        if not interpreted():
+            _check_grid(call, amd=torch.version.hip is not None)
         with torch.cuda.device_of(next(x for x in call.arguments.values() if isinstance(x, Tensor))):
             _run(call)
+
+
+def _check_grid(call: Launch, *, amd: bool) -> None:
+    """Raises ValueError where there are more programs along a dimension than a device takes.
+
+    AMD's launch packet has 32 bits for the threads of a dimension; of more HIP says "invalid argument" and no word
+    else. Along y and z CUDA's bound holds for every device, so that what runs on one runs on all.
+    """
+    threads = call.config.num_warps * (WAVE_SIZE if amd else WARP_SIZE)
+    along_x = (2**32 - 1) // threads if amd else 2**31 - 1
+    for axis, programs, limit in zip("xyz", call.grid, (along_x, 65535, 65535), strict=False):
+        if programs > limit:
+            raise ValueError(
+                f"{call.name}: grid {call.grid} has {programs} programs of {threads} threads along {axis}, more than "
+                f"the {limit} that an {'AMD' if amd else 'NVIDIA'} device takes"
+            )
 
 
 def _run(call: Launch) -> None:
