@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from xmoe.config import TrainConfig
 from xmoe.metrics import take_layer_loads
@@ -25,8 +24,9 @@ from .sampler import Sampler
 from .step_metrics import LocalStep, StepMetrics, reduce_step
 from .stop import StopRequest
 from .validate import read_batch, validation_bits
+from .windows import LayerWindows
 
-_LOAD_WINDOWS = 60
+_NUM_WINDOWS = 60
 """About how many columns the expert-load picture has."""
 
 
@@ -57,10 +57,8 @@ class Trainer:
     made_with: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        self._load_window = max(1, self.config.run.steps // _LOAD_WINDOWS)
-        self._window_start = 0
-        self._window_selected_LE: Tensor | None = None
-        self._window_layers: tuple[str, ...] = ()
+        self._window_steps = max(1, self.config.run.steps // _NUM_WINDOWS)
+        self._windows = LayerWindows(self.metrics, last_step=0)
 
     def train(self, *, first_step: int) -> bool:
         """Trains from ``first_step`` finished steps to ``run.steps`` and saves the last one.
@@ -69,7 +67,7 @@ class Trainer:
         RuntimeError on every rank when the loss is no longer finite.
         """
         run = self.config.run
-        self._window_start = first_step
+        self._windows = LayerWindows(self.metrics, last_step=first_step)
         take_layer_loads(self.engine.module)
         with self.display.running(first_step=first_step):
             for step in range(first_step + 1, run.steps + 1):
@@ -137,34 +135,14 @@ class Trainer:
             redundancy=metrics.traffic.redundancy,
             busiest_receiver=metrics.busiest_receiver,
         )
-        self._add_to_window(step, metrics)
+        self._windows.add(metrics)
+        if step % self._window_steps == 0 or step == self.config.run.steps:
+            self._windows.write(step)
         self.display.step(step, view)
         if self.metrics is not None and step % self.config.run.log_interval == 0:
             fields = asdict(view)
             self.metrics.write("train", step=step, **fields)
             self.engine.monitor.write_events([(f"xmoe/{key}", value, step) for key, value in fields.items()])
-
-    def _add_to_window(self, step: int, metrics: StepMetrics) -> None:
-        """Sums the experts' loads over a few steps: a picture needs no more columns."""
-        self._window_layers = metrics.layers
-        total = self._window_selected_LE
-        self._window_selected_LE = metrics.selected_LE if total is None else total + metrics.selected_LE
-        if step % self._load_window == 0 or step == self.config.run.steps:
-            self._write_window(step)
-
-    def _write_window(self, step: int) -> None:
-        if self._window_selected_LE is None:
-            return
-        if self.metrics is not None:
-            for name, selected_E in zip(self._window_layers, self._window_selected_LE.tolist(), strict=True):
-                self.metrics.write(
-                    "expert_load",
-                    step=step,
-                    first_step=self._window_start + 1,
-                    layer=name,
-                    selected=selected_E,
-                )
-        self._window_start, self._window_selected_LE = step, None
 
     def validate(self, num_sequences: int) -> float:
         """Bits per byte of the held-out text. Collective."""
@@ -187,7 +165,7 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         # A resumed run starts a new window, so this one must be in the file.
-        self._write_window(step)
+        self._windows.write(step)
         target = checkpoints.save(self.engine, self.checkpoint_folder, step=step, made_with=self.made_with)
         self.display.say(f"saved {target}")
 

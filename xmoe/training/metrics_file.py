@@ -5,6 +5,13 @@
     train        one optimizer step: ``step``, ``loss_bits_per_byte``, ``loss_bits_per_token``, speeds, ``load_cv``, ...
     validation   ``step``, ``val_bits_per_byte``, ``val_bits_per_token``
     expert_load  ``step``, ``first_step``, ``layer``, ``selected``: slots per logical expert in steps first_step to step
+    dispatch     ``step``, ``first_step``, ``layer``, and of steps first_step to step over all ranks:
+                 ``to_self_rows``, ``inside_node_rows``, ``between_nodes_rows``: rows of dispatch in forward by link
+                 ``to_self_bytes``, ``inside_node_bytes``, ``between_nodes_bytes``: both ways, forward and backward
+                 ``redundancy``: share of the rows between nodes that one for each expert would be and was not sent
+                 ``busiest_receiver``: rows that each step's busiest rank received, over the ranks' mean
+                 with "stage_times" on, ``stage_s``: seconds a step by stage, mean over the ranks, and
+                 ``slowest_stage_s``: the same of each step's slowest rank; ``xmoe.metrics.LayerLoad`` has the stages
     baseline     ``unigram_bits_per_byte``, ``bigram_bits_per_byte``
     final        ``metric``, ``value``, ``unit``: results after the last step
 
