@@ -29,16 +29,10 @@ def expert_mlp_forward(
     experts: ExpertWeights,
     activation: Activation,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The routed MLP of ragged rows:
+    """``y_RD`` and the pre-activations that backward needs; see the twin.
 
-        y[r] = sum over m with row_ids[m] == r of down_e(weights[m] * act(up_e(x[r])))      e the expert of m
-
-    Assignments are sorted by expert, ``counts_e`` (int64, on the device) of them for each; ``counts`` is the same on
-    the host and not needed here. ``assignments_RK`` (int32) lists the assignments of each row; entries outside
-    ``[0, M)`` are none. Rows are gathered and weights applied inside the first GEMM; what leaves the second is summed
-    by row in float32, in the order of ``assignments_RK``.
-
-    Returns ``y_RD`` and what backward needs: the pre-activations ``up_MF`` and, for swiglu, ``gate_MF``.
+    Rows are gathered and weights applied inside the first GEMM; what leaves the second is summed by row in float32, in
+    the order of ``assignments_RK``. ``counts`` is not read: the device's ``counts_e`` are.
     """
     schedules = _Schedules(counts_e=counts_e, num_rows=row_ids_M.numel(), like=x_RD)
     up, down = stack(experts.up), stack(experts.down)
@@ -77,10 +71,7 @@ def expert_mlp_backward(
     up_MF: Tensor,
     gate_MF: Tensor | None,
 ) -> tuple[Tensor, Tensor, ExpertWeights]:
-    """Gradients of :func:`expert_mlp_forward`: of ``x_RD``, of ``weights_M`` and of every expert's weights.
-
-    The activation is computed again from the pre-activations. An expert without rows gets exact zeros.
-    """
+    """Gradients of :func:`expert_mlp_forward`: of ``x_RD``, of ``weights_M`` and of every expert's; see the twin."""
     grad_y_RD, x_RD = grad_y_RD.contiguous(), x_RD.contiguous()
     schedules = _Schedules(counts_e=counts_e, num_rows=row_ids_M.numel(), like=x_RD)
     up, down, gate = stack(experts.up), stack(experts.down), _stacked(experts.gate)

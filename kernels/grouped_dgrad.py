@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .activation_math import activate_with_slopes
 from .launch import Cost, Launch, launch
-from .ragged import Stacked, TileSchedule
+from .ragged import Stacked, TileSchedule, kernel_arguments
 from .reference_activation import Activation
 from .reference_gemm import check_dgrad, check_dgrad_activated
 from .tiles import Persistent, multiply, row_pointers, rows_of_tile, tile_at
@@ -40,7 +40,7 @@ def _grouped_dgrad_kernel(
     offsets,
     num_tiles,
     weight_stride,
-    second_stride,
+    second_weight_stride,
     width,
     inner,
     HAS_TAIL: tl.constexpr,
@@ -66,7 +66,7 @@ def _grouped_dgrad_kernel(
         acc, _ = multiply(a, w, None, inner, width, acc, None, HAS_TAIL, ADVANCE, BLOCK_K)
         if second_d_out is not None:
             a = row_pointers(second_d_out, None, first, height, inner, BLOCK_M, BLOCK_K)
-            w = _rows_of_weights(second_weight, expert, second_stride, first_column, width, BLOCK_N, BLOCK_K)
+            w = _rows_of_weights(second_weight, expert, second_weight_stride, first_column, width, BLOCK_N, BLOCK_K)
             acc, _ = multiply(a, w, None, inner, width, acc, None, HAS_TAIL, ADVANCE, BLOCK_K)
 
         local, columns = tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
@@ -127,7 +127,7 @@ def _grouped_dgrad_activated_kernel(
     offsets,
     num_tiles,
     down_stride,
-    bias_stride,
+    down_bias_stride,
     num_rows,
     width,
     inner,
@@ -157,7 +157,7 @@ def _grouped_dgrad_activated_kernel(
         d_weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
         if down_bias is not None:  # noqa: SIM102 (known to the compiler, unlike the column tile)
             if column_tile == 0:
-                d_weight = _row_dot_bias(a, down_bias + expert * bias_stride, inner, BLOCK_M, BLOCK_K)
+                d_weight = _row_dot_bias(a, down_bias + expert * down_bias_stride, inner, BLOCK_M, BLOCK_K)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         d_hidden, _ = multiply(a, w, None, inner, width, acc, None, HAS_TAIL, ADVANCE, BLOCK_K)
 
@@ -179,13 +179,11 @@ def _grouped_dgrad_activated_kernel(
 def grouped_dgrad(
     d_out: Tensor, weight: Stacked, schedule: TileSchedule, *, second: tuple[Tensor, Stacked] | None = None
 ) -> Tensor:
-    """``out[m] = d_out[m] @ W_e (+ second_d_out[m] @ second_W_e)``, ``[M, in]`` in d_out's dtype, rounded once.
-
-    Raises ValueError where shapes or dtypes do not fit.
-    """
+    """``out[m] = d_out[m] @ W_e (+ second_d_out[m] @ second_W_e)``, rounded once; see the twin."""
     check_dgrad(d_out, weight, schedule, second=second)
     d_out, (inner, width) = d_out.contiguous(), weight.first.shape
     out = d_out.new_empty((schedule.num_rows, width))
+    second_d_out, second_weight = second if second is not None else (None, None)
     num_products = 1 if second is None else 2
     run = Persistent.of("grouped_dgrad", d_out, schedule, width=width, inner=inner)
     launch(
@@ -195,12 +193,9 @@ def grouped_dgrad(
             grid=(run.programs,),
             arguments=dict(
                 d_out=d_out,
-                weight=weight.first,
-                second_d_out=second[0].contiguous() if second is not None else None,
-                second_weight=second[1].first if second is not None else None,
+                second_d_out=second_d_out.contiguous() if second_d_out is not None else None,
                 out=out,
-                weight_stride=weight.stride,
-                second_stride=second[1].stride if second is not None else 0,
+                **kernel_arguments(weight=weight, second_weight=second_weight),
                 **run.arguments(),
             ),
             config=run.config,
@@ -226,17 +221,7 @@ def grouped_dgrad_activated(
     activation: Activation,
     down_bias: Stacked | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """From the gradient of the experts' output through the down projection and the activation, computed again.
-
-    With ``d_hidden[m] = dy[row_ids[m]] @ W_down``, which is not kept, and act of the pre-activations up and gate:
-
-        hidden     = weights * act                      what the down projection's weight gradient takes
-        d_up       = weights * d_hidden * d act / d up
-        d_gate     = weights * d_hidden * d act / d gate, None without gate
-        d_weights  = sum over f of d_hidden * act (+ dy[row_ids] . bias_down), float32, in a fixed order
-
-    Raises ValueError where shapes or dtypes do not fit.
-    """
+    """hidden, d_up, d_gate and d_weights (float32) from the gradient of the experts' output; see the twin."""
     check_dgrad_activated(dy_RD, down, schedule, row_ids_M, up_MF, gate_MF, weights_M, activation, down_bias=down_bias)
     dy_RD, (inner, width) = dy_RD.contiguous(), down.first.shape
     up_MF, gate_MF = up_MF.contiguous(), gate_MF.contiguous() if gate_MF is not None else None
@@ -256,8 +241,6 @@ def grouped_dgrad_activated(
             arguments=dict(
                 dy=dy_RD,
                 row_ids=row_ids_M.contiguous(),
-                down=down.first,
-                down_bias=down_bias.first if down_bias is not None else None,
                 up=up_MF,
                 gate=gate_MF,
                 weights=weights_M.contiguous(),
@@ -265,10 +248,9 @@ def grouped_dgrad_activated(
                 d_up=d_up_MF,
                 d_gate=d_gate_MF,
                 d_weights=parts,
-                down_stride=down.stride,
-                bias_stride=down_bias.stride if down_bias is not None else 0,
                 num_rows=schedule.num_rows,
                 ACTIVATION=activation,
+                **kernel_arguments(down=down, down_bias=down_bias),
                 **run.arguments(),
             ),
             config=run.config,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .activation_math import activate
 from .launch import Cost, Launch, launch
-from .ragged import Stacked, TileSchedule
+from .ragged import Stacked, TileSchedule, kernel_arguments
 from .reference_activation import Activation
 from .reference_gemm import check_activated, check_forward
 from .tiles import Persistent, multiply, row_pointers, rows_of_tile, tile_at
@@ -165,11 +165,7 @@ def grouped_forward(
     bias: Stacked | None = None,
     bias_scale_M: Tensor | None = None,
 ) -> Tensor:
-    """``out[m] = a[row_ids[m]] @ W_e.T + bias_scale[m] * bias_e``, ``[M, out]`` in a's dtype; e is the expert of m.
-
-    Without ``row_ids_M`` rows are those of ``a`` in order; without ``bias_scale_M`` (float32) the bias is added as it
-    is. Raises ValueError where shapes or dtypes do not fit.
-    """
+    """``out[m] = a[row_ids[m]] @ W_e.T + bias_scale[m] * bias_e``; see the twin."""
     check_forward(a, weight, schedule, row_ids_M=row_ids_M, bias=bias, bias_scale_M=bias_scale_M)
     a, (width, inner) = a.contiguous(), weight.first.shape
     out = a.new_empty((schedule.num_rows, width))
@@ -186,12 +182,9 @@ def grouped_forward(
             arguments=dict(
                 a=a,
                 row_ids=row_ids_M.contiguous() if row_ids_M is not None else None,
-                weight=weight.first,
-                bias=bias.first if bias is not None else None,
                 bias_scale=bias_scale_M.contiguous() if bias_scale_M is not None else None,
                 out=out,
-                weight_stride=weight.stride,
-                bias_stride=bias.stride if bias is not None else 0,
+                **kernel_arguments(weight=weight, bias=bias),
                 **run.arguments(),
             ),
             config=run.config,
@@ -213,13 +206,7 @@ def grouped_forward_activated(
     up_bias: Stacked | None = None,
     gate_bias: Stacked | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The first half of the experts' MLP: ``hidden[m] = weights[m] * act(x[row_ids[m]] @ W_up.T + bias_up)``.
-
-    For swiglu, which takes ``gate``, the activation is ``silu(x @ W_gate.T + bias_gate) * (x @ W_up.T + bias_up)``.
-
-    Returns hidden, and the pre-activations up and gate (None without) that backward needs, ``[M, F]`` in x's dtype.
-    The activation is of the pre-activations as they are returned. Raises ValueError where shapes or dtypes do not fit.
-    """
+    """``hidden[m] = weights[m] * act(x[row_ids[m]] @ W_up.T + bias_up)``, and the pre-activations; see the twin."""
     check_activated(x_RD, up, gate, schedule, row_ids_M, weights_M, activation, up_bias=up_bias, gate_bias=gate_bias)
     x_RD, (width, inner) = x_RD.contiguous(), up.first.shape
     hidden_MF, up_MF = (x_RD.new_empty((schedule.num_rows, width)) for _ in range(2))
@@ -229,7 +216,6 @@ def grouped_forward_activated(
     read = run.product_bytes(rows=1, weights=num_weights, gathered=True)
     read += 4 * run.column_tiles * schedule.num_rows
     read += ((up_bias is not None) + (gate_bias is not None)) * run.row_tiles * width * x_RD.element_size()
-    matrices = {"up": up, "gate": gate, "up_bias": up_bias, "gate_bias": gate_bias}
     launch(
         Launch(
             op="grouped_forward_activated",
@@ -243,8 +229,7 @@ def grouped_forward_activated(
                 up_out=up_MF,
                 gate_out=gate_MF,
                 ACTIVATION=activation,
-                **{name: found.first if found is not None else None for name, found in matrices.items()},
-                **{f"{name}_stride": found.stride if found is not None else 0 for name, found in matrices.items()},
+                **kernel_arguments(up=up, gate=gate, up_bias=up_bias, gate_bias=gate_bias),
                 **run.arguments(),
             ),
             config=run.config,

@@ -144,15 +144,9 @@ def grouped_wgrad(
     gathered: Literal["x", "d_out"] = "x",
     out: Tensor | None = None,
 ) -> Tensor:
-    """``dW[e, o, i] = sum of d_out[m, o] * x[m, i] over the rows m of expert e``, ``[e, out, in]``.
-
-    ``row_ids_M``  int32; the side named by ``gathered`` has its row for m at ``row_ids_M[m]``
-    ``out``        float32 gradient to add to, which is returned; else a new tensor of the inputs' dtype
-
-    An expert without rows gets exact zeros. Raises ValueError where shapes or dtypes do not fit.
-    """
-    d_out, x = d_out.contiguous(), x.contiguous()
+    """``dW[e, o, i] = sum of d_out[m, o] * x[m, i] over the rows m of expert e``; see the twin."""
     check_wgrad(d_out, x, schedule, row_ids_M=row_ids_M, gathered=gathered, out=out)
+    d_out, x = d_out.contiguous(), x.contiguous()
     num_rows, num_experts = schedule.num_rows, schedule.num_experts
     out_width, in_width = d_out.shape[1], x.shape[1]
     accumulate = out is not None

@@ -68,6 +68,18 @@ class Stacked:
         object.__setattr__(self, "first", alias)
 
 
+def kernel_arguments(**matrices: Stacked | None) -> dict[str, Tensor | int | None]:
+    """``name`` and ``name_stride`` of every one, as a kernel takes them: None and 0 of what there is not.
+
+    Example: ``up=...`` of stride 6 and ``gate=None`` give up, its first matrix, up_stride 6, gate None, gate_stride 0.
+    """
+    arguments: dict[str, Tensor | int | None] = {}
+    for name, found in matrices.items():
+        arguments[name] = found.first if found is not None else None
+        arguments[f"{name}_stride"] = found.stride if found is not None else 0
+    return arguments
+
+
 def stack(weights: Sequence[Tensor]) -> Stacked:
     """The experts' matrices as one :class:`Stacked`: by their addresses where these are equally spaced, else a copy.
 

@@ -44,17 +44,20 @@ def expert_mlp_forward(
     experts: ExpertWeights,
     activation: Activation,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The routed MLP of ragged rows, an expert at a time so that its rows and weights stay in cache.
+    """The routed MLP of ragged rows:
 
         y[r] = sum over m with row_ids[m] == r of down_e(weights[m] * act(up_e(x[r])))      e the expert of m
 
-    Assignments are sorted by expert, ``counts[e]`` of them for expert e; within one expert rows are distinct.
-    ``assignments_RK`` lists the assignments of each row (see ``DispatchPlan``) and ``counts_e`` is ``counts`` on the
-    device, for kernels that need them: here the loop over experts adds to the rows itself.
-    Rows are gathered inside, and weights are applied before the down projection, so that neither permuted copies
-    nor post-activations outlive the expert that uses them.
+    ``row_ids_M``       int32; the row of each assignment, assignments sorted by expert; of one expert rows differ
+    ``assignments_RK``  int32; the assignments of each row, entries outside ``[0, M)`` being none
+    ``weights_M``       float32, in a float64 model float64; the weight of each assignment
+    ``counts``          assignments of each expert, on the host; ``counts_e`` (int64) the same on the device
 
     Returns ``y_RD`` and what backward needs: the pre-activations ``up_MF`` and, for swiglu, ``gate_MF``.
+
+    Rows are gathered inside, and weights are applied before the down projection, so that neither permuted copies
+    nor post-activations outlive the expert that uses them. The loop over experts adds to the rows itself: it reads
+    neither ``assignments_RK`` nor ``counts_e``.
 
     Example: one expert with up = down = [[2]] and relu, x = [[3]], row_ids [0], weights [.5]: up 6, y 6.
     """
