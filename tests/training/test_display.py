@@ -7,8 +7,10 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
+from xmoe.training import pictures
 from xmoe.training.display import Display, PatientConsole, StepView
 from xmoe.training.metrics_file import MetricsFile
 from xmoe.training.pictures import draw_all
@@ -108,6 +110,51 @@ def test_pictures_are_drawn_from_the_metrics_file(tmp_path: Path, num_layers: in
         assert image.shape[0] > 300
         assert image.std() > 0.05
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["metrics.jsonl", *(p.name for p in drawn)])
+
+
+def write_window(metrics: MetricsFile, step: int, layer: str, **seconds: dict[str, float]) -> None:
+    rows = {"to_self_rows": 5, "inside_node_rows": 5, "between_nodes_rows": 5, "redundancy": 0.5}
+    place = {"step": step, "first_step": step, "layer": layer}
+    metrics.write("dispatch", **place, **rows, busiest_receiver=1.25, **seconds)
+
+
+@pytest.mark.parametrize("num_layers", [1, 4])
+def test_stages_are_drawn_where_they_were_timed(
+    tmp_path: Path, num_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Figure] = []
+    save = pictures._save
+    monkeypatch.setattr(pictures, "_save", lambda figure, target: figures.append(figure) or save(figure, target))
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    for layer in range(num_layers):
+        write_window(metrics, 1, f"blocks.{layer}.moe", stage_s={"experts": 99.0}, slowest_stage_s={"experts": 99.0})
+        for step in (2, 3):
+            seconds = {"dispatch": 0.02, "dispatch_wait": 0.015, "experts": 0.01, "experts_backward": 0.03}
+            write_window(metrics, step, f"blocks.{layer}.moe", stage_s=seconds, slowest_stage_s={"experts": 0.08})
+    metrics.close()
+    drawn = draw_all(tmp_path / "metrics.jsonl", tmp_path)
+    assert [path.name for path in drawn] == ["dispatch_stages.png"]
+    image = matplotlib.image.imread(drawn[0])
+    assert image.shape[0] > 250
+    assert image.std() > 0.05
+    (axes,) = figures[0].axes
+    said = [text.get_text() for text in axes.texts]
+    # The first window's 99 seconds are not in the medians: 20 + 10 ms forward, 30 ms backward.
+    assert said.count("30 ms forward") == said.count("30 ms backward") == num_layers
+    beside = "busiest receiver: 1.25 times the mean\nslowest rank's experts: 2.00 times the mean\n"
+    assert said.count(f"{beside}50 % of rows between nodes saved") == num_layers
+    assert [label.get_text() for label in axes.get_yticklabels()] == [f"blocks.{n}.moe" for n in range(num_layers)]
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == ["dispatch", "experts", "waiting for an exchange"]
+    hatched = [(bar.get_x(), bar.get_width()) for bar in axes.patches if bar.get_hatch()]
+    assert hatched == [pytest.approx((20, -15))] * num_layers  # the last 15 of the 20 ms of dispatch
+
+
+def test_stages_without_times_are_no_picture(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    write_window(metrics, 1, "blocks.0.moe")
+    metrics.close()
+    assert draw_all(tmp_path / "metrics.jsonl", tmp_path) == []
 
 
 def test_no_metrics_no_pictures(tmp_path: Path) -> None:
