@@ -1,7 +1,8 @@
 """Dispatch and combine on an emulated cluster, forward and backward: xmoe's dispatchers against DeepSpeed's exchanges.
 
     python benchmarks/bench_dispatch.py [--json] [--rounds 5]
-    python benchmarks/bench_dispatch.py --k 1 2 4 8 --links 100 400 --picture dispatch.png
+    python benchmarks/bench_dispatch.py --cluster 2x4,4x2 --k 1,2,4,8 --link-mbit 100,400 --speedup-picture speedup.png
+    python benchmarks/bench_dispatch.py --routing skewed --dtype bf16
 
 Nodes are network namespaces joined by links of a fixed rate, ranks are processes that talk over gloo; a rank's
 neighbours on its node are reached over loopback (``xmoe.testing_cluster``). Needs root and iproute2. What is emulated
@@ -9,8 +10,13 @@ is the ratio between links and not the speed of any machine: processors are shar
 computes costs more here than on nodes of their own.
 
 Every contestant works on the same rows, experts and weights with the same dtype on the wire, and must give the output
-and the gradients of the closed form before anything is timed. A time is the median over interleaved rounds of the
-slowest rank's. Bytes are counted where the calls of the transport are made, and at the nodes' interfaces.
+and the gradients of the closed form, in float64, before anything is timed. A time is the median over interleaved
+rounds of the slowest rank's; ``spread`` in a line of JSON holds the least and the greatest of the rounds. Bytes are
+counted where the calls of the transport are made, and at the nodes' interfaces.
+
+Skewed routing draws experts by Zipf's law, of exponent 1 unless ``--popularity`` says another: the expert of place i,
+from 0, with odds 1 / (i + 1), a token's k experts being distinct. Places are dealt to experts by a shuffle of fixed
+seed, and every contestant gets the same selections.
 
 Figures of the metrics:
 
@@ -29,15 +35,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from common import Result, fail, report, versions
+from dispatch_pictures import case_key, draw_speedups, draw_times
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -45,12 +53,14 @@ from rich.table import Table
 from xmoe.testing_cluster import ClusterShape, EmulatedCluster, RankFailure, unavailable
 
 try:
-    from dispatch_ranks import Case, Measured, median_of_slowest
+    from dispatch_ranks import Case, Measured
+    from dispatch_timing import median_of_slowest, slowest_of_rounds
 except ModuleNotFoundError as error:
     fail(f"the benchmark needs the package {error.name!r}: pip install -r requirements/test.txt")
 
 OURS = ("piper", "gpu", "node", "node+gpu")
 PEERS = ("flat", "deepspeed", "autoep")
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "float32": "float32", "bfloat16": "bfloat16"}
 PRELOAD = ("torch", "deepspeed", "xmoe.integrations.deepspeed", "dispatch_ranks")
 
 
@@ -69,35 +79,43 @@ def results_of(case: Case, measured: list[Measured]) -> list[Result]:
         "H": case.hidden,
         "T": case.tokens,
         "dtype": case.dtype,
+        "routing": "skewed" if case.popularity else "uniform",
         "popularity": case.popularity,
     }
-    times = {name: median_of_slowest([rank.seconds[name] for rank in measured]) for name in case.contestants}
+    rounds = {name: slowest_of_rounds([rank.seconds[name] for rank in measured]) for name in case.contestants}
     results = [*link_results(case, measured, base)]
     for name in case.contestants:
         setting = {**base, "dispatch": name}
         results.append(
             Result(
                 metric="dispatch.time",
-                value=times[name],
+                value=statistics.median(rounds[name]),
                 unit="s",
                 better="lower",
                 setting={**setting, "rounds": case.rounds},
+                spread=(min(rounds[name]), max(rounds[name])),
             )
         )
-        if name not in PEERS:
-            results += [
-                Result(
-                    metric=f"dispatch.speedup_over_{peer}",
-                    value=times[peer] / times[name],
-                    unit="ratio",
-                    better="higher",
-                    setting=setting,
-                )
-                for peer in PEERS
-                if peer in times
-            ]
+        results += [
+            speedup(f"dispatch.speedup_over_{peer}", rounds[peer], rounds[name], setting)
+            for peer in PEERS
+            if peer in rounds and (name not in PEERS or peer == "flat" != name)
+        ]
         results += count_results(case, measured, name, setting)
     return results
+
+
+def speedup(metric: str, peers_s: list[float], own_s: list[float], setting: dict[str, Any]) -> Result:
+    """Ratio of the medians; the spread is that of the rounds' own ratios, which the ratio of medians lies within."""
+    ratios = [peer / own for peer, own in zip(peers_s, own_s, strict=True)]
+    return Result(
+        metric=metric,
+        value=statistics.median(peers_s) / statistics.median(own_s),
+        unit="ratio",
+        better="higher",
+        setting=setting,
+        spread=(min(ratios), max(ratios)),
+    )
 
 
 def count_results(case: Case, measured: list[Measured], name: str, setting: dict[str, Any]) -> list[Result]:
@@ -161,7 +179,7 @@ COLUMNS = {
 
 def show(results: list[Result], used: Mapping[str, str | None]) -> None:
     """A table for each case, a line for each contestant."""
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=140)  # a file has no width of its own
     cases: dict[tuple[Any, ...], dict[str, dict[str, Result]]] = defaultdict(lambda: defaultdict(dict))
     for result in results:
         cases[case_key(result)][result.setting.get("dispatch", "")][result.metric] = result
@@ -184,51 +202,14 @@ def show(results: list[Result], used: Mapping[str, str | None]) -> None:
     console.print(", ".join(f"{name} {version}" for name, version in used.items()))
 
 
-def case_key(result: Result) -> tuple[Any, ...]:
-    """What results of one case have in common."""
-    return tuple(value for key, value in result.setting.items() if key not in ("dispatch", "rounds"))
+def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """An option's values, separated by commas; the option itself may be given several words as well."""
 
+    def parsed(text: str) -> list[Any]:
+        return [kind(part) for part in text.split(",")]
 
-def draw(results: list[Result], path: Path) -> None:
-    """Time against redundancy (the share of flat's crossing rows that repeat), a panel for each cluster and link.
-
-    Times are over flat's, so that cases of different k share an axis; if bytes between nodes were all that counts,
-    a token's row sent once to each node would follow the dashed line.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    flat_s = {case_key(found): found.value for found in of_flat(results, "dispatch.time")}
-    redundancy = {
-        case_key(found): 1 - 1 / found.value for found in of_flat(results, "dispatch.inter_node_rows_over_lower_bound")
-    }
-    panels: dict[tuple[Any, ...], dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    for result in results:
-        if result.metric == "dispatch.time":
-            case, setting = case_key(result), result.setting
-            panel = panels[setting["nodes"], setting["ranks_per_node"], setting["link_mbit_per_s"]]
-            panel[setting["dispatch"]].append((redundancy[case], result.value / flat_s[case]))
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False)
-    for axis, ((nodes, ranks, link), lines) in zip(axes[0], panels.items(), strict=True):
-        axis.plot([0, 1], [1, 0], linestyle="--", color="grey", label="crossing bytes alone")
-        for name, points in lines.items():
-            axis.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
-        axis.set(
-            title=f"{nodes} nodes x {ranks} ranks, {link:g} Mbit/s",
-            xlabel="redundancy of flat's crossing rows",
-            ylabel="dispatch + combine, both directions: time over flat's",
-            xlim=(0, 1),
-            ylim=(0, None),
-        )
-        axis.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
-def of_flat(results: list[Result], metric: str) -> list[Result]:
-    return [result for result in results if result.metric == metric and result.setting["dispatch"] == "flat"]
+    parsed.__name__ = f"list of {kind.__name__}"  # for argparse's message
+    return parsed
 
 
 def cluster_size(text: str) -> tuple[int, int]:
@@ -239,21 +220,33 @@ def cluster_size(text: str) -> tuple[int, int]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON lines")
-    parser.add_argument("--clusters", type=cluster_size, nargs="+", default=[(2, 4), (4, 2)], metavar="NODESxRANKS")
-    parser.add_argument("--links", type=float, nargs="+", default=[200.0], help="Mbit/s of each node's link, each way")
-    parser.add_argument("--k", type=int, nargs="+", default=[8], help="experts a token")
+    for names, kind, default, about in (
+        (("--clusters", "--cluster"), cluster_size, [(2, 4), (4, 2)], "NODESxRANKS of a node: 2x4,4x2"),
+        (("--links", "--link-mbit"), float, [200.0], "Mbit/s of each node's link, each way"),
+        (("--k",), int, [8], "experts a token"),
+    ):
+        parser.add_argument(*names, type=listed(kind), nargs="+", default=[default], help=about)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each rank")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--popularity", type=float, default=0.0, help="expert x is drawn with odds (x + 1) ** -s")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of rows on every wire")
+    parser.add_argument("--routing", choices=["uniform", "skewed"], help="of which experts tokens draw; uniform")
+    parser.add_argument("--popularity", type=float, help="exponent of skewed routing; 1")
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each contestant")
     parser.add_argument(
         "--contestants", nargs="+", choices=[*PEERS, *OURS], default=[*PEERS, *OURS], help="flat takes part always"
     )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one setting")
-    parser.add_argument("--picture", type=Path, help="draw time against redundancy into this file")
-    return parser.parse_args()
+    parser.add_argument("--picture", type=Path, help="draw time over flat's against redundancy into this file")
+    parser.add_argument("--speedup-picture", type=Path, help="draw speedup over flat against redundancy into this file")
+    options = parser.parse_args()
+    for name in ("clusters", "links", "k"):
+        setattr(options, name, [value for values in getattr(options, name) for value in values])
+    if options.routing == "uniform" and options.popularity:
+        parser.error("--popularity is of skewed routing")
+    if options.popularity is None:
+        options.popularity = 1.0 if options.routing == "skewed" else 0.0
+    return options
 
 
 def case_of(options: argparse.Namespace, nodes: int, ranks: int, link: float, k: int) -> Case:
@@ -264,7 +257,7 @@ def case_of(options: argparse.Namespace, nodes: int, ranks: int, link: float, k:
         k=k,
         hidden=options.hidden,
         tokens=options.tokens,
-        dtype=options.dtype,
+        dtype=DTYPES[options.dtype],
         popularity=options.popularity,
         link_mbit_per_s=link,
         rounds=options.rounds,
@@ -303,7 +296,9 @@ def main() -> None:
     else:
         show(results, used)
     if options.picture is not None:
-        draw(results, options.picture)
+        draw_times(results, options.picture, used)
+    if options.speedup_picture is not None:
+        draw_speedups(results, options.speedup_picture, used)
 
 
 if __name__ == "__main__":

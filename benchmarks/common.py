@@ -16,6 +16,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -26,13 +28,18 @@ FOREIGN_SHARE = 0.05  # a sample in which others used more than this share of th
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One measured figure."""
+    """One measured figure. ``spread``: the least and the greatest of its rounds, where it has rounds."""
 
     metric: str
     value: float
     unit: str
     better: Literal["lower", "higher"]
     setting: Mapping[str, Any]
+    spread: tuple[float, float] | None = None
+
+    def as_json(self, used: Mapping[str, str | None]) -> str:
+        fields = {name: value for name, value in self.__dict__.items() if value is not None}
+        return json.dumps({**fields, "setting": dict(self.setting), "versions": dict(used)})
 
 
 def versions(*packages: str) -> dict[str, str | None]:
@@ -71,7 +78,7 @@ def report(results: list[Result], *, as_json: bool, used: Mapping[str, str | Non
     """Prints the results, as JSON lines or as a table."""
     if as_json:
         for result in results:
-            print(json.dumps({**result.__dict__, "setting": dict(result.setting), "versions": dict(used)}))
+            print(result.as_json(used))
         return
     table = Table(title=title)
     for heading in ("metric", "setting", "value", "unit", "better"):
@@ -82,6 +89,32 @@ def report(results: list[Result], *, as_json: bool, used: Mapping[str, str | Non
     console = Console()
     console.print(table)
     console.print(", ".join(f"{name} {version}" for name, version in used.items()))
+
+
+# Colours that the colour-blind can tell apart (Okabe and Ito), the first for what others are compared with.
+COLOURS = ("#000000", "#d55e00", "#e69f00", "#cc79a7", "#56b4e9", "#0072b2", "#009e73")
+GREY = "#5b6472"
+PICTURE_STYLE = {
+    "font.size": 10,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#e5e8ec",
+    "legend.frameon": False,
+    "figure.titlesize": 12.5,
+    "figure.titleweight": "bold",
+}
+
+
+def save_picture(figure: Any, path: Path, used: Mapping[str, str | None]) -> None:
+    """Saves a figure with a line below it that says where, when and with which versions it was measured."""
+    today = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    stamp = ", ".join([f"Measured {today}", *(f"{name} {version}" for name, version in used.items())])
+    figure.text(0.01, 0.0, stamp, ha="left", va="top", fontsize=7.5, color=GREY)
+    figure.savefig(path, dpi=160, facecolor="white", bbox_inches="tight", pad_inches=0.15)
 
 
 @dataclass

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import dispatch_ranks
+import dispatch_timing
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,15 +42,20 @@ CASE = dispatch_ranks.Case(
 def test_every_contestant_is_checked_counted_and_timed(tmp_path):
     if reason := unavailable():
         pytest.skip(reason)
-    picture = tmp_path / "time.png"
-    sizes = {"--clusters": "2x2", "--links": 100, "--k": 4, "--experts": 16, "--hidden": 256, "--tokens": 64}
-    options = {**sizes, "--rounds": 1, "--picture": picture}
+    pictures = {"--picture": tmp_path / "time.png", "--speedup-picture": tmp_path / "speedup.png"}
+    sizes = {"--cluster": "2x2", "--link-mbit": 100, "--k": "2,4", "--experts": 16, "--hidden": 512, "--tokens": 64}
+    options = {**sizes, "--routing": "skewed", "--dtype": "bf16", "--rounds": 2, **pictures}
     command = [sys.executable, BENCH, "--json", *(part for option in options.items() for part in option)]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert picture.stat().st_size > 1000
+    assert all(picture.stat().st_size > 10_000 for picture in pictures.values())
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    found = {(result["metric"], result["setting"].get("dispatch")): result for result in results}
+    assert {result["setting"]["k"] for result in results} == {2, 4}
+    found = {
+        (result["metric"], result["setting"].get("dispatch")): result
+        for result in results
+        if result["setting"]["k"] == 4
+    }
 
     def value(metric: str, name: str) -> float:
         return found[f"dispatch.{metric}", name]["value"]
@@ -58,6 +65,9 @@ def test_every_contestant_is_checked_counted_and_timed(tmp_path):
     for name in everybody:
         assert value("time", name) > 0
         assert 0.95 < value("counted_over_interface_bytes", name) < 1.0
+    for name in everybody[:3] + everybody[4:]:
+        low, high = found["dispatch.speedup_over_flat", name]["spread"]
+        assert low <= value("speedup_over_flat", name) <= high
     for name in ours:
         assert value("speedup_over_flat", name) == pytest.approx(value("time", "flat") / value("time", name))
         assert value("speedup_over_deepspeed", name) == pytest.approx(value("time", "deepspeed") / value("time", name))
@@ -67,13 +77,9 @@ def test_every_contestant_is_checked_counted_and_timed(tmp_path):
     assert rows["node"] == rows["node+gpu"] == 1.0
     assert 1.0 < rows["gpu"] < rows["flat"] == rows["piper"] == rows["autoep"] < rows["deepspeed"]
     setting = found["dispatch.speedup_over_flat", "node+gpu"]["setting"]
-    assert {key: setting[key] for key in ("nodes", "ranks_per_node", "dispatch", "k", "link_mbit_per_s")} == {
-        "nodes": 2,
-        "ranks_per_node": 2,
-        "dispatch": "node+gpu",
-        "k": 4,
-        "link_mbit_per_s": 100.0,
-    }
+    wanted = {"nodes": 2, "ranks_per_node": 2, "dispatch": "node+gpu", "k": 4, "link_mbit_per_s": 100.0}
+    wanted |= {"routing": "skewed", "dtype": "bfloat16"}
+    assert {key: setting[key] for key in wanted} == wanted
 
 
 def _contestant(fault: str):
@@ -82,6 +88,8 @@ def _contestant(fault: str):
     def run(x, ids, weights):
         if fault == "expert":
             ids = (ids + (torch.arange(ids.numel()).view_as(ids) == 7)) % CASE.experts
+        if fault == "dtype":
+            dist.all_to_all_single(torch.empty(1, 16).double(), torch.ones(1, 16).double())
         used = weights.detach() if fault == "weight" else weights
         out = x * (used * expert_scales(CASE.experts)[ids.long()]).sum(dim=1, keepdim=True)
         extra = (x - x.detach())[:1] if fault == "row" else 0.0  # changes the gradient alone
@@ -107,14 +115,32 @@ def _examined(fault: str) -> str:
     ("fault", "said"),
     [
         ("none", "right"),
-        ("expert", "it: relative error of the output"),
-        ("weight", "it: relative error of the weight gradient"),
-        ("row", "it: relative error of the input gradient"),
+        ("dtype", "it: rows travelled as ['float64'], not as float32"),
+        ("expert", "it: output: error"),
+        ("weight", "it: weight gradient: error"),
+        ("row", "it: input gradient: error"),
     ],
 )
 def test_a_wrong_exchange_is_not_timed(fault, said):
     (found,) = run_ranks(1, _examined, fault)
     assert found.startswith(said)
+
+
+def _shares(popularity: float, experts: int) -> tuple[list[float], bool]:
+    case = replace(CASE, experts=experts, k=1, tokens=20_000, popularity=popularity)
+    (_, ids, _), again = dispatch_ranks.routing_of(case), dispatch_ranks.routing_of(case)
+    counts = torch.bincount(ids.reshape(-1).long(), minlength=experts)
+    return sorted((counts / case.tokens).tolist(), reverse=True), torch.equal(ids, again[1])
+
+
+@pytest.mark.dist
+def test_skewed_routing_follows_zipf_and_is_the_same_in_every_run():
+    ((uniform, _),) = run_ranks(1, _shares, 0.0, 8)
+    assert uniform == pytest.approx([1 / 8] * 8, abs=0.015)
+    ((skewed, same),) = run_ranks(1, _shares, 1.0, 8)
+    total = sum(1 / place for place in range(1, 9))
+    assert skewed == pytest.approx([1 / place / total for place in range(1, 9)], abs=0.015)
+    assert same
 
 
 def _counted_rows():
@@ -167,4 +193,4 @@ def test_pairs_are_the_fewest_rows_that_cross(monkeypatch):
 
 
 def test_a_median_is_the_slowest_ranks():
-    assert dispatch_ranks.median_of_slowest([[1.0, 5.0, 2.0], [3.0, 1.0, 1.0]]) == 3.0
+    assert dispatch_timing.median_of_slowest([[1.0, 5.0, 2.0], [3.0, 1.0, 1.0]]) == 3.0
