@@ -1,0 +1,135 @@
+"""The overlap benchmark on a small cluster, and that its check can fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import overlap_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from overlap_trace import Span, Trace, traced
+from torch import nn
+
+from xmoe.testing import run_ranks
+from xmoe.testing_cluster import unavailable
+
+BENCH = Path(__file__).parents[2] / "benchmarks" / "bench_overlap.py"
+
+CASE = overlap_ranks.Case(
+    nodes=1,
+    ranks_per_node=2,
+    experts=8,
+    k=3,
+    hidden=16,
+    ffn=24,
+    shared_ffn=8,
+    tokens=12,
+    link_mbit_per_s=100.0,
+    rounds=1,
+    timeout_s=30.0,
+    dispatchers=("flat",),
+    chunks=(1, 3),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_every_number_of_chunks_is_checked_and_timed(tmp_path):
+    if reason := unavailable():
+        pytest.skip(reason)
+    picture = tmp_path / "overlap.png"
+    sizes = {"--hidden": 64, "--ffn": 96, "--shared-ffn": 32, "--experts": 8, "--k": 3, "--tokens": 64}
+    options = {**sizes, "--cluster": "2x2", "--link-mbit": 50, "--rounds": 2, "--picture": picture}
+    command = [sys.executable, BENCH, "--json", "--chunks", 2, 3, *(part for item in options.items() for part in item)]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert picture.stat().st_size > 10_000
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    found = {(each["metric"], each["setting"]["dispatch"], each["setting"]["chunks"]): each for each in results}
+    for name in ("flat", "node+gpu"):
+        for chunks in (1, 2, 3):
+            parts = ("time", "experts_alone", "exchanges_alone", "shared_alone")
+            assert all(found[f"overlap.{part}", name, chunks]["value"] > 0 for part in parts)
+            assert 0 <= found["overlap.share_overlapped", name, chunks]["value"] <= 1
+        assert ("overlap.speedup_over_one_chunk", name, 1) not in found
+        one, three = (found["overlap.time", name, chunks]["value"] for chunks in (1, 3))
+        result = found["overlap.speedup_over_one_chunk", name, 3]
+        assert result["value"] == pytest.approx(one / three)
+        low, high = result["spread"]
+        assert low <= result["value"] <= high
+    setting = found["overlap.speedup_over_one_chunk", "flat", 2]["setting"]
+    wanted = {"nodes": 2, "ranks_per_node": 2, "dispatch": "flat", "chunks": 2, "link_mbit_per_s": 50.0}
+    wanted |= {"tokens": 64, "hidden": 64, "ffn": 96, "shared_ffn": 32, "experts": 8, "k": 3}
+    assert {key: setting[key] for key in wanted} == wanted
+
+
+def _verdict(fault: str) -> str:
+    layer = overlap_ranks.build(CASE)
+    x, upstream = torch.randn(2, CASE.tokens, CASE.hidden)
+    found = []
+    for dispatcher in overlap_ranks.dispatchers_of(CASE).values():
+        layer.set_dispatcher(dispatcher)
+        found.append(overlap_ranks.results_of(layer, x, upstream))
+    name = next((name for name in found[1] if fault in name), None)
+    if fault == "missing":
+        del found[1]["gradient of the input"]
+    elif name is not None:
+        found[1][name].view(-1)[0] += 0.1
+    try:
+        overlap_ranks.check(CASE.kinds[-1], found[1], found[0])
+    except RuntimeError as error:
+        return str(error)
+    return "right"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("none", "right"),
+        ("output", "flat in 3 chunks: output"),
+        ("experts.mlps.0.up_proj", "flat in 3 chunks: experts.mlps.0.up_proj.weight"),
+        ("gate.wg", "flat in 3 chunks: gate.wg.weight"),
+        ("missing", "('flat', 3): gradients of other parameters: ['gradient of the input']"),
+    ],
+)
+def test_other_results_than_those_of_one_chunk_are_not_timed(fault, said):
+    for verdict in run_ranks(2, _verdict, fault):
+        assert verdict.startswith(said)
+
+
+def _trace_of(chunks: int) -> Trace:
+    layer = overlap_ranks.build(CASE)
+    layer.set_dispatcher(overlap_ranks.dispatchers_of(CASE)["flat", chunks])
+    x, upstream = torch.randn(2, CASE.tokens, CASE.hidden)
+    trace = traced(layer, lambda: overlap_ranks.step(layer, x, upstream))
+    dist.barrier()
+    assert isinstance(layer.shared_mlp, nn.Module)
+    assert not layer.clock.enabled
+    return trace
+
+
+@pytest.mark.dist
+def test_a_trace_has_every_exchange_and_stage():
+    for chunks in (1, 3):
+        for trace in run_ranks(2, _trace_of, chunks):
+            assert len(trace.exchanges) == 4 * chunks  # out and home, forward and backward
+            names = [span.name for span in trace.stages]
+            for stage in ("experts", "experts_backward"):
+                assert names.count(stage) == chunks
+            assert names.count("shared_experts") == names.count("shared_experts_backward") == 1
+            assert all(0 <= span.start_s <= span.end_s <= trace.seconds for span in trace.stages)
+
+
+def test_what_is_overlapped_is_what_was_not_waited_for():
+    def span(name: str, start: float, end: float) -> Span:
+        return Span(name=name, start_s=start, end_s=end)
+
+    exchanges = [span("out", 1.0, 3.0), span("out", 2.0, 5.0), span("home", 8.0, 10.0)]
+    stages = [span("experts", 0.0, 4.0), span("dispatch_wait", 4.0, 6.0), span("combine_wait", 9.0, 10.0)]
+    assert Trace(stages=stages, exchanges=exchanges, seconds=11.0).overlapped_share() == pytest.approx(4 / 6)
+    assert Trace(stages=stages, seconds=11.0).overlapped_share() == 0.0
