@@ -287,6 +287,7 @@ def _forward_cost(
 def _sums(
     counts_PE: Tensor, shares_PE: Tensor, z_P: Tensor | None, programs: Programs, num_parts: int
 ) -> dict[str, Tensor]:
+    """The sums of :class:`Gating` over the programs of each part, by its fields' names; z's are 0 where not wanted."""
     num_experts = counts_PE.shape[1]
     counts_BE = counts_PE.new_empty((num_parts, num_experts), dtype=torch.int64)
     shares_BE = shares_PE.new_empty((num_parts, num_experts))

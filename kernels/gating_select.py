@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .gating_tiles import BARRED, check_logits, gate_config, load_logits, rank_of, take_best
 from .launch import Cost, Launch, launch
+from .reference_gating import check_top_k, experts_of_groups, group_scores
 
 
 @triton.jit
@@ -50,8 +51,7 @@ def top_k_ids(scores_TE: Tensor, top_k: int) -> Tensor:
     """Ids of the K largest scores of each row, largest first; of equal scores the lowest id wins. int64 ``[T, K]``."""
     scores_TE = check_logits(scores_TE)
     num_tokens, num_experts = scores_TE.shape
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(f"top_k ({top_k}) must be in 1..{num_experts}, the number of experts")
+    check_top_k(top_k, num_experts)
     ids_TK = scores_TE.new_empty((num_tokens, top_k), dtype=torch.int64)
     width = triton.next_power_of_2(num_experts)
     config = gate_config("top_k_ids", scores_TE, columns=width)
@@ -78,13 +78,8 @@ def top_k_ids(scores_TE: Tensor, top_k: int) -> Tensor:
 
 def experts_of_best_groups(scores_TE: Tensor, *, num_groups: int, num_limited: int, num_counted: int) -> Tensor:
     """bool ``[T, E]``: True for the experts of each token's ``num_limited`` best groups. See the twin."""
-    num_tokens, num_experts = scores_TE.shape
-    scores_TGe = scores_TE.view(num_tokens, num_groups, num_experts // num_groups)
-    best_TGc = scores_TGe.topk(min(num_counted, scores_TGe.shape[2]), dim=2).values
-    group_ids_TL = top_k_ids(best_TGc.sum(dim=2), num_limited)
-    chosen_TG = torch.zeros((num_tokens, num_groups), dtype=torch.bool, device=scores_TE.device)
-    chosen_TG.scatter_(1, group_ids_TL, True)
-    return chosen_TG.repeat_interleave(num_experts // num_groups, dim=1)
+    group_TG = group_scores(scores_TE, num_groups=num_groups, num_counted=num_counted)
+    return experts_of_groups(top_k_ids(group_TG, num_limited), num_groups=num_groups, num_experts=scores_TE.shape[1])
 
 
 def ranks_within_expert(ids: Tensor, priorities: Tensor, num_experts: int) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 from .launch import Cost, Launch, arch_of, launch
 from .ragged import TileSchedule
 from .reference_wgrad import check_wgrad
-from .tiles import tile_at
-from .tuning import compute_units, config_for
+from .tiles import tile_at, units_of
+from .tuning import config_for
 
 # More than a compute unit holds at once: experts' loads differ, and a unit that is done early takes the next program.
 _PROGRAMS_PER_UNIT = 4
@@ -152,9 +152,8 @@ def grouped_wgrad(
     accumulate = out is not None
     if out is None:
         out = d_out.new_empty((num_experts, out_width, in_width))
-    arch = arch_of(x)
     op = "grouped_wgrad" if row_ids_M is None else "gathered_wgrad"
-    config = config_for(op, arch=arch, dtype=x.dtype, rows=num_rows, sizes=(num_experts, out_width, in_width))
+    config = config_for(op, arch=arch_of(x), dtype=x.dtype, rows=num_rows, sizes=(num_experts, out_width, in_width))
     block_out, block_in = config.blocks["BLOCK_OUT"], config.blocks["BLOCK_IN"]
     tiles = triton.cdiv(out_width, block_out) * triton.cdiv(in_width, block_in)
     row_bytes = (block_out + block_in) * x.element_size() + 4 * (row_ids_M is not None)
@@ -162,7 +161,7 @@ def grouped_wgrad(
         Launch(
             op=op,
             kernel=_grouped_wgrad_kernel,
-            grid=(min(num_experts * tiles, compute_units(arch) * _PROGRAMS_PER_UNIT),),
+            grid=(min(num_experts * tiles, units_of(x) * _PROGRAMS_PER_UNIT),),
             arguments=dict(
                 d_out=d_out,
                 x=x,

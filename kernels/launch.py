@@ -38,7 +38,8 @@ class Cost:
 class Launch:
     """One launch. ``arguments`` holds tensors, numbers and constexprs by the kernel's parameter names.
 
-    ``op``  the name under which ``xmoe.kernels.tuning`` keeps the kernel's configurations
+    ``op``    the name under which ``xmoe.kernels.tuning`` keeps the kernel's configurations
+    ``grid``  programs along x, y and z; tokens and rows are counted along x, which alone is long
     """
 
     op: str

@@ -67,6 +67,7 @@ def top_k_ids(scores_TE: Tensor, top_k: int) -> Tensor:
 
     Example: scores [[1, 3, 3, 0]], K=2 gives [[1, 2]].
     """
+    check_top_k(top_k, scores_TE.shape[1])
     if scores_TE.is_cpu and top_k > 4:
         # One partial sort is then faster than a pass for each choice. Where neighbours among the K + 1 best are in
         # no order (equal, or not numbers), their row is done again.
@@ -96,13 +97,31 @@ def experts_of_best_groups(scores_TE: Tensor, *, num_groups: int, num_limited: i
 
     Example: scores [[5, 0, 3, 3]], 2 groups, 1 limited: the second group at 2 counted, the first at 1.
     """
+    group_TG = group_scores(scores_TE, num_groups=num_groups, num_counted=num_counted)
+    return experts_of_groups(top_k_ids(group_TG, num_limited), num_groups=num_groups, num_experts=scores_TE.shape[1])
+
+
+def group_scores(scores_TE: Tensor, *, num_groups: int, num_counted: int) -> Tensor:
+    """``[T, G]``: the sum of each group's ``num_counted`` best experts' scores, of all where it has fewer."""
     num_tokens, num_experts = scores_TE.shape
     scores_TGe = scores_TE.view(num_tokens, num_groups, num_experts // num_groups)
-    best_TGc = scores_TGe.topk(min(num_counted, scores_TGe.shape[2]), dim=2).values
-    group_ids_TL = top_k_ids(best_TGc.sum(dim=2), num_limited)
-    chosen_TG = torch.zeros((num_tokens, num_groups), dtype=torch.bool, device=scores_TE.device)
+    return scores_TGe.topk(min(num_counted, scores_TGe.shape[2]), dim=2).values.sum(dim=2)
+
+
+def experts_of_groups(group_ids_TL: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
+    """bool ``[T, E]``: True for the experts of the groups named.
+
+    Example: groups [[1]] of 2, 4 experts gives [[False, False, True, True]].
+    """
+    chosen_TG = torch.zeros((group_ids_TL.shape[0], num_groups), dtype=torch.bool, device=group_ids_TL.device)
     chosen_TG.scatter_(1, group_ids_TL, True)
     return chosen_TG.repeat_interleave(num_experts // num_groups, dim=1)
+
+
+def check_top_k(top_k: int, num_experts: int) -> None:
+    """Raises ValueError where no token can have as many different experts."""
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k ({top_k}) must be in 1..{num_experts}, the number of experts")
 
 
 def check_gate(
@@ -116,8 +135,7 @@ def check_gate(
 ) -> None:
     """Raises ValueError, with both numbers, where the shapes do not fit each other or the rule."""
     num_tokens, num_experts = logits_TE.shape
-    if not 1 <= rule.top_k <= num_experts:
-        raise ValueError(f"top_k ({rule.top_k}) must be in 1..{num_experts}, the number of experts")
+    check_top_k(rule.top_k, num_experts)
     if num_experts % rule.num_groups:
         raise ValueError(f"num_groups ({rule.num_groups}) does not divide the number of experts ({num_experts})")
     held = rule.num_limited * (num_experts // rule.num_groups)
@@ -191,6 +209,7 @@ def gate_backward(
     Everything else is computed again from the logits. Where a sum was clamped to eps it is a constant.
     """
     num_parts = grad_share_sums_BE.shape[0]
+    check_gate(logits_TE, rule, bias_E=None, used_T=used_T, ids_TK=ids_TK, num_parts=num_parts)
     part = logits_TE.shape[0] // max(num_parts, 1)
     scores_TE = _scores(logits_TE, rule)
     factor_T = _share_factor(scores_TE, rule, used_T)

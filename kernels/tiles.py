@@ -124,6 +124,13 @@ def multiply(a, w, g, inner, w_step, acc, acc_g, HAS_TAIL: tl.constexpr, ADVANCE
     return acc, acc_g
 
 
+def units_of(rows: Tensor) -> int:
+    """Compute units of the device that holds ``rows``, or, where none does, of the architecture in use."""
+    if rows.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(rows.device).multi_processor_count)
+    return compute_units(arch_of(rows))
+
+
 def _config(op: str, rows: Tensor, *, num_experts: int, num_rows: int, width: int, inner: int, matrices: int) -> Config:
     sizes = (num_experts, width, inner)
     return config_for(op, arch=arch_of(rows), dtype=rows.dtype, width=matrices, rows=num_rows, sizes=sizes)
@@ -163,14 +170,10 @@ class Persistent:
         cls, op: str, rows: Tensor, schedule: TileSchedule, *, width: int, inner: int, matrices: int = 1
     ) -> Persistent:
         """The launch of kernel ``op`` on ``rows``; for ``matrices`` see :func:`tile_height`."""
-        arch = arch_of(rows)
         sizes = dict(num_experts=schedule.num_experts, num_rows=schedule.num_rows, width=width, inner=inner)
         found = _config(op, rows, matrices=matrices, **sizes)
         config = replace(found, blocks={**found.blocks, "BLOCK_M": schedule.block_m})
-        units = compute_units(arch)
-        if rows.device.type == "cuda":
-            units = torch.cuda.get_device_properties(rows.device).multi_processor_count
-        size = rows.element_size()
+        size, units = rows.element_size(), units_of(rows)
         return cls(config=config, schedule=schedule, width=width, inner=inner, item_size=size, units=units)
 
     @property

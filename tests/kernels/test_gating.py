@@ -277,6 +277,29 @@ def test_wrong_shapes_name_both_numbers(kernels, rule, more, words):
         kernels.gate_forward(torch.randn(6, 8), GateRule(**rule), **more)
 
 
+@pytest.mark.parametrize("kernels", [reference, triton_kernels], ids=["twin", "kernel"])
+@pytest.mark.parametrize("top_k", [0, 9])
+def test_as_many_experts_cannot_be_selected(kernels, top_k):
+    message = rf"top_k \({top_k}\) must be in 1\.\.8, the number of experts"
+    with pytest.raises(ValueError, match=message):
+        kernels.top_k_ids(torch.randn(6, 8), top_k)
+    with pytest.raises(ValueError, match=message):
+        kernels.experts_of_best_groups(torch.randn(6, 16), num_groups=8, num_limited=top_k, num_counted=1)
+
+
+@pytest.mark.parametrize("kernels", [reference, triton_kernels], ids=["twin", "kernel"])
+def test_backward_checks_what_forward_checks(kernels):
+    grads = {"grad_weights_TK": torch.randn(6, 2), "grad_share_sums_BE": torch.randn(1, 8)}
+    with pytest.raises(ValueError, match=r"ids have shape \(6, 3\), expected \(6, 2\)"):
+        kernels.gate_backward(
+            torch.randn(6, 8),
+            torch.zeros(6, 3, dtype=torch.int32),
+            GateRule(top_k=2),
+            grad_z_sums_B=torch.randn(1),
+            **grads,
+        )
+
+
 def test_the_kernels_take_float32():
     with pytest.raises(ValueError, match=r"torch\.float64.*torch\.float32"):
         triton_kernels.gate_forward(torch.randn(6, 8).double(), GateRule(top_k=2))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from triton.backends.amd.compiler import HIPBackend
 
-from xmoe.kernels.ragged import Stacked, stack
+from xmoe.kernels.ragged import Stacked, kernel_arguments, stack
 
 
 def matrices(stacked: Stacked) -> list[torch.Tensor]:
@@ -59,6 +59,11 @@ def test_stack_copies_nothing_that_is_equally_spaced(make):
 def test_stack_of_meta_tensors_has_a_shape():
     stacked = stack([torch.empty(4, 2, device="meta") for _ in range(3)])
     assert (tuple(stacked.first.shape), stacked.stride, stacked.num_experts) == ((4, 2), 8, 3)
+
+
+def test_a_kernel_gets_every_matrix_and_its_stride_or_neither():
+    up = stack(with_gaps())
+    assert kernel_arguments(up=up, gate=None) == {"up": up.first, "up_stride": 20, "gate": None, "gate_stride": 0}
 
 
 def apart(distance: int) -> list[torch.Tensor]:
