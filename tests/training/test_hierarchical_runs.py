@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
 
 def train(work: Path, config: str, *settings: str, name: str, world: int = 4) -> list[dict[str, Any]]:
-    """Lines of 20 training steps of the configuration, less its width, on as many ranks as hold its experts."""
+    """Lines of 20 steps of the configuration, less its width, on as many ranks as hold its experts."""
     small = [
         "train_micro_batch_size_per_gpu=2",
         "model.hidden_size=32",
@@ -36,13 +36,17 @@ def train(work: Path, config: str, *settings: str, name: str, world: int = 4) ->
         work, "train", "--config", str(CONFIGS / config), "--name", name, *overrides, world=world
     )
     assert answers == [(0, "")] * world
-    lines = [json.loads(line) for line in (work / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "train"]
+    return [json.loads(line) for line in (work / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+
+
+def of_kind(kind: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if line["kind"] == kind]
 
 
 def check_equal(lines: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
-    assert len(lines) == len(others) == 20
-    for one, other in zip(lines, others, strict=True):
+    steps, other_steps = of_kind("train", lines), of_kind("train", others)
+    assert len(steps) == len(other_steps) == 20
+    for one, other in zip(steps, other_steps, strict=True):
         assert one["loss_bits_per_byte"] == pytest.approx(other["loss_bits_per_byte"], abs=1e-5)
         assert one["load_cv"] == pytest.approx(other["load_cv"], abs=1e-2)
 
@@ -51,10 +55,41 @@ def test_the_losses_of_twenty_steps_are_those_of_flat_dispatch(tmp_path: Path) -
     jobs.write_text(tmp_path / "text")
     config = "moe_cpu_2x2.json"
     hierarchical = train(tmp_path, config, name="hierarchical")
-    flat = train(tmp_path, config, "xmoe.dispatch=flat", "xmoe.ranks_per_node=null", name="flat")
+    plain = ["xmoe.dispatch=flat", "xmoe.ranks_per_node=null", "xmoe.stage_times=false"]
+    flat = train(tmp_path, config, *plain, name="flat")
     check_equal(hierarchical, flat)
     # Of four choices among two nodes some share a row: fewer bytes leave the ranks.
-    assert sum(line["all_to_all_bytes"] for line in hierarchical) < sum(line["all_to_all_bytes"] for line in flat)
+    sent, sent_flat = (
+        sum(line["all_to_all_bytes"] for line in of_kind("train", lines)) for lines in (hierarchical, flat)
+    )
+    assert sent < sent_flat
+    check_dispatch_lines(hierarchical, row_bytes=32 * 4)
+    assert (tmp_path / "runs/hierarchical/dispatch_stages.png").stat().st_size > 0
+    assert not any("stage_s" in line for line in of_kind("dispatch", flat))
+    assert not (tmp_path / "runs/flat/dispatch_stages.png").exists()
+
+
+def check_dispatch_lines(lines: list[dict[str, Any]], *, row_bytes: int) -> None:
+    """Every step of the one MoE layer has its line, which agrees with what the step says of all layers."""
+    windows, steps = of_kind("dispatch", lines), of_kind("train", lines)
+    assert [(line["first_step"], line["step"], line["layer"]) for line in windows] == [
+        (step, step, "blocks.1.moe") for step in range(1, 21)
+    ]
+    for window, step in zip(windows, steps, strict=True):
+        assert window["inside_node_bytes"] + window["between_nodes_bytes"] == step["all_to_all_bytes"]
+        assert window["between_nodes_bytes"] == step["between_nodes_bytes"]
+        for link in ("to_self", "inside_node", "between_nodes"):
+            assert window[f"{link}_bytes"] == 4 * window[f"{link}_rows"] * row_bytes
+        assert window["redundancy"] == pytest.approx(step["redundancy"])
+        assert window["busiest_receiver"] == pytest.approx(step["busiest_receiver"])
+        stages = {"route", "plan", "dispatch", "experts", "combine", "shared_experts"}
+        stages |= {"dispatch_backward", "experts_backward", "combine_backward"}
+        waits = {f"{stage}_wait" for stage in ("plan", "dispatch", "combine", "dispatch_backward", "combine_backward")}
+        for seconds in (window["stage_s"], window["slowest_stage_s"]):
+            assert set(seconds) == stages | waits
+            assert all(seconds[wait] <= seconds[wait.removesuffix("_wait")] for wait in waits)
+        mean, slowest = window["stage_s"], window["slowest_stage_s"]
+        assert all(mean[stage] <= slowest[stage] * (1 + 1e-9) for stage in stages | waits)
 
 
 def test_the_losses_of_twenty_sharded_steps_are_those_of_the_whole_layer(tmp_path: Path) -> None:

@@ -165,9 +165,16 @@ def test_final_results_are_there_once_and_equal(
         assert (interrupted[0] / "runs/r" / name).stat().st_size > 0
 
 
-def test_expert_loads_cover_each_step_once(interrupted: tuple[Path, dict[str, Stage]]) -> None:
-    windows = [line for line in lines(interrupted[0], "expert_load") if line["layer"] == "blocks.1.moe"]
+@pytest.mark.parametrize("kind", ["expert_load", "dispatch"])
+def test_windows_cover_each_step_once(interrupted: tuple[Path, dict[str, Stage]], kind: str) -> None:
+    windows = [line for line in lines(interrupted[0], kind) if line["layer"] == "blocks.1.moe"]
     covered = [step for window in windows for step in range(window["first_step"], window["step"] + 1)]
     assert covered == list(range(1, NUM_STEPS + 1))
     # 4 ranks * 2 micro-batches * 2 sequences * 32 tokens * top-2, each step.
-    assert sum(sum(window["selected"]) for window in windows) == NUM_STEPS * 4 * 2 * 2 * 32 * 2
+    num_rows = NUM_STEPS * 4 * 2 * 2 * 32 * 2
+    if kind == "expert_load":
+        assert sum(sum(window["selected"]) for window in windows) == num_rows
+    else:
+        links = ("to_self_rows", "inside_node_rows", "between_nodes_rows")
+        assert sum(window[link] for window in windows for link in links) == num_rows
+        assert not any("stage_s" in window for window in windows)

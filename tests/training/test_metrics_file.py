@@ -18,6 +18,8 @@ def path(tmp_path: Path) -> Path:
     for step in range(1, 7):
         metrics.write("train", step=step, loss_bits_per_byte=8.0 - step)
         if step % 3 == 0:
+            for layer in "ab":
+                metrics.write("dispatch", step=step, first_step=step - 2, layer=layer, stage_s={"experts": 0.5})
             metrics.write("validation", step=step, val_bits_per_byte=7.0)
     metrics.write("final", step=6, metric="train.val_bits_per_byte", value=7.0, unit="bits/byte")
     metrics.close()
@@ -30,6 +32,8 @@ def test_trimming_keeps_each_step_up_to_the_resumed_one_once(path: Path, step: i
     kept = list(read_lines(path))
     assert [line["step"] for line in kept if line["kind"] == "train"] == list(range(1, step + 1))
     assert [line["step"] for line in kept if line["kind"] == "validation"] == [s for s in (3, 6) if s <= step]
+    windows = [(line["step"], line["layer"]) for line in kept if line["kind"] == "dispatch"]
+    assert windows == [(s, layer) for s in (3, 6) if s <= step for layer in "ab"]
     assert [line["kind"] for line in kept].count("baseline") == 1
     assert "final" not in [line["kind"] for line in kept]
 
@@ -37,6 +41,7 @@ def test_trimming_keeps_each_step_up_to_the_resumed_one_once(path: Path, step: i
 def test_trimming_a_finished_run_makes_room_for_its_last_validation(path: Path) -> None:
     trim_after(path, 6, finished=True)
     assert [line["step"] for line in read_lines(path) if line["kind"] == "validation"] == [3]
+    assert [line["step"] for line in read_lines(path) if line["kind"] == "dispatch"] == [3, 3, 6, 6]
 
 
 def test_a_cut_last_line_is_dropped(path: Path) -> None:
