@@ -1,7 +1,8 @@
 """What it brings to cut a layer's tokens into chunks whose exchanges overlap with other chunks' experts.
 
     python benchmarks/bench_overlap.py [--json] [--rounds 5] [--picture overlap.png]
-    python benchmarks/bench_overlap.py --ffn 1536 --link-mbit 200 --chunks 1 2 4 --dispatch flat node+gpu
+    python benchmarks/bench_overlap.py --ffn 768 --link-mbit 200 --chunks 2 4 8 --dispatch gpu node+gpu
+    python benchmarks/bench_overlap.py --emulate-us 150 --picture overlap-emulated.png
 
 The whole routed layer (router, routed experts, shared experts), forward and backward, on an emulated cluster: nodes are
 network namespaces joined by links of a fixed rate (``xmoe.testing_cluster``; needs root and iproute2). Before anything
@@ -10,9 +11,11 @@ runs the layer of every setting and, alone, its experts, its exchanges and its s
 rounds of the slowest rank's.
 
 Overlap pays where computing and exchanging take about equally long: choose ``--ffn`` and ``--link-mbit`` so that
-"experts" and "exchanges" are alike. Here the ranks share few cores, and gloo's threads and the kernel's network code
-need them too: on hardware that moves rows beside the processors that compute, computing is not slowed by it. Ratios
-hold for this machine; the order of events, which the picture shows, holds anywhere.
+"experts" and "exchanges" are alike. Here all ranks share few cores, and gloo's threads and the kernel's network code
+need them too, so computing is slowed by what it overlaps with, more than where a device computes and the network moves
+rows by itself. ``--emulate-us`` shows the other end: experts sleep for so many microseconds a row, a third of them in
+forward, and leave the cores to the exchanges. Both are this machine's figures and no other's; the order of events,
+which the picture shows, is the same anywhere.
 
     saving that is possible = min(experts, exchanges - shared)
 
@@ -112,6 +115,8 @@ def setting_of(case: Case) -> dict[str, Any]:
         "experts": case.experts,
         "k": case.k,
         "dtype": "float32",
+        "computing": "emulated" if case.emulated_us else "real",
+        "emulated_us": case.emulated_us,
         "rounds": case.rounds,
     }
 
@@ -145,7 +150,10 @@ def show(case: Case, results: list[Result], used: dict[str, str | None]) -> None
     found = {(each.setting["dispatch"], each.setting["chunks"], each.metric): each.value for each in results}
     about = ", ".join(f"{key}={value}" for key, value in setting_of(case).items())
     for name in case.dispatchers:
-        table = Table(title=f"{name}: {about}")
+        one_s = {part: found[name, 1, f"overlap.{part}_alone"] for part in PARTS}
+        longer_s = max(one_s["experts"], one_s["exchanges"])
+        caption = f"one chunk's parts alone: {sum(one_s.values()):.3g} s added up, the longest {longer_s:.3g} s"
+        table = Table(title=f"{name}: {about}", caption=caption)
         for heading in ("chunks", *COLUMNS):
             table.add_column(heading, justify="right")
         for chunks in case.chunks:
@@ -159,17 +167,18 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     parser.add_argument("--cluster", default="2x2", metavar="NODESxRANKS", help="nodes, and ranks of each")
-    parser.add_argument("--link-mbit", type=float, default=200.0, help="Mbit/s of each node's link, each way")
+    parser.add_argument("--link-mbit", type=float, default=300.0, help="Mbit/s of each node's link, each way")
     parser.add_argument(
         "--dispatch", nargs="+", default=["flat", "node+gpu"], choices=["flat", "gpu", "node", "node+gpu"]
     )
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4], help="1 takes part always")
-    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--k", type=int, default=4, help="experts a token")
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--ffn", type=int, default=1024, help="width of a routed expert")
+    parser.add_argument("--ffn", type=int, default=512, help="width of a routed expert")
     parser.add_argument("--shared-ffn", type=int, default=512, help="width of the shared experts; 0: none")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of each rank")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of each rank")
+    parser.add_argument("--emulate-us", type=float, default=0.0, help="microseconds that experts sleep for each row")
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each setting")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for everything")
     parser.add_argument("--picture", type=Path, help="draw bars and time lines into this file")
@@ -192,6 +201,7 @@ def case_of(options: argparse.Namespace) -> Case:
         timeout_s=options.timeout,
         dispatchers=tuple(dict.fromkeys(options.dispatch)),
         chunks=tuple(sorted({1, *options.chunks})),
+        emulated_us=options.emulate_us,
     )
 
 

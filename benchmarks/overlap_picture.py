@@ -72,9 +72,12 @@ def draw(
 def _subtitle(setting: Mapping[str, Any]) -> str:
     ranks, link = setting["ranks_per_node"], setting["link_mbit_per_s"]
     cluster = f"emulated cluster of {setting['nodes']} nodes x {ranks} ranks, links of {link:g} Mbit/s"
-    sizes = f"E={setting['experts']}, k={setting['k']}, H={setting['hidden']}, F={setting['ffn']}"
+    experts = f"F={setting['ffn']}, {setting['dtype']}"
+    if setting["computing"] == "emulated":
+        experts = f"experts sleep {setting['emulated_us']:g} us a row"
+    sizes = f"E={setting['experts']}, k={setting['k']}, H={setting['hidden']}, {experts}"
     return (
-        f"forward + backward, {cluster}; {sizes}, {setting['tokens']} tokens a rank, {setting['dtype']};\n"
+        f"forward + backward, {cluster}; {sizes}, {setting['tokens']} tokens a rank\n"
         f"above: medians of {setting['rounds']} rounds, whiskers: all rounds; below: one step of rank 0, "
         "white: autograd adds up gradients"
     )

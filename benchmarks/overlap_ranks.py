@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from dispatch_timing import timed
+from overlap_emulated import EmulatedExperts, EmulatedMLP
 from overlap_trace import Trace, traced
 from torch import Tensor, nn
 
@@ -40,7 +41,10 @@ Parts = dict[str, Callable[[], object]]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One setting. ``tokens`` is per rank; ``ffn`` an expert's width, ``shared_ffn`` that of the shared experts."""
+    """One setting. ``tokens`` is per rank; ``ffn`` an expert's width, ``shared_ffn`` that of the shared experts.
+
+    ``emulated_us``  0, or what an assignment takes of an expert that sleeps in place of computing, forward + backward
+    """
 
     nodes: int
     ranks_per_node: int
@@ -55,6 +59,7 @@ class Case:
     timeout_s: float
     dispatchers: tuple[str, ...]
     chunks: tuple[int, ...]
+    emulated_us: float = 0.0
 
     @property
     def kinds(self) -> list[Kind]:
@@ -87,6 +92,9 @@ def build(case: Case) -> RoutedMLP:
     settings = RouterSettings(top_k=case.k, drop_tokens=False, sample_second_expert=False)
     gate = TopKRouter(case.hidden, case.experts, settings=settings)
     _fill(gate, 10_000)
+    if case.emulated_us:
+        slept = EmulatedMLP(case.emulated_us * case.shared_ffn / case.ffn) if case.shared_ffn else None
+        return RoutedMLP(gate, EmulatedExperts(case.emulated_us), shared_mlp=slept)  # type: ignore[arg-type]
     first = dist.get_rank() * local
     experts = Experts(SwiGLU(case.hidden, case.ffn), local, first_id=first, initialize=_fill)
     shared = SwiGLU(case.hidden, case.shared_ffn) if case.shared_ffn else None

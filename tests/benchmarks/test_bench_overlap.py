@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import overlap_ranks
@@ -65,6 +66,28 @@ def test_every_number_of_chunks_is_checked_and_timed(tmp_path):
     wanted = {"nodes": 2, "ranks_per_node": 2, "dispatch": "flat", "chunks": 2, "link_mbit_per_s": 50.0}
     wanted |= {"tokens": 64, "hidden": 64, "ffn": 96, "shared_ffn": 32, "experts": 8, "k": 3}
     assert {key: setting[key] for key in wanted} == wanted
+
+
+def _emulated() -> dict[str, float]:
+    case = replace(CASE, emulated_us=1000.0)
+    layer = overlap_ranks.build(case)
+    x, upstream = torch.randn(2, case.tokens, case.hidden)
+    found = {}
+    for (_, chunks), dispatcher in overlap_ranks.dispatchers_of(case).items():
+        layer.set_dispatcher(dispatcher)
+        results = overlap_ranks.results_of(layer, x, upstream)
+        found[chunks] = results
+        trace = traced(layer, lambda: overlap_ranks.step(layer, x, upstream))
+        slept_s = sum(span.end_s - span.start_s for span in trace.stages if span.name.startswith("experts"))
+    overlap_ranks.check(("flat", 3), found[3], found[1])
+    rows = layer.take_counters().computed_rows // 4  # two steps of either number of chunks
+    return {"slept_s": slept_s, "least_s": rows * 1e-3}
+
+
+@pytest.mark.dist
+def test_emulated_experts_take_their_time_in_both_directions():
+    for found in run_ranks(2, _emulated):
+        assert found["slept_s"] >= found["least_s"] > 0
 
 
 def _verdict(fault: str) -> str:
