@@ -74,7 +74,7 @@ TABLE: dict[str, Row] = {
     "xmoe.sequence_shard": row("torch", "ops"),
     "xmoe.shuffle": row("torch numpy", "types ops groups placement topology"),
     "xmoe.disagg": row("torch", LAYER_BASE + " layer"),
-    "xmoe.metrics": row("torch", "types layer"),
+    "xmoe.metrics": row("torch", "types ops layer"),
     "xmoe.integrations": row(
         "torch deepspeed packaging transformers megatron",
         LAYER_BASE + " layer shuffle disagg metrics",

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from .layer import RoutedMLP
+from .ops.clock import STAGE_TIMES as STAGE_TIMES
+from .ops.clock import STAGES as STAGES
 from .types import Traffic as Traffic
 
 

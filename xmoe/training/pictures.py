@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.patches import Patch
 
-from xmoe.ops.clock import STAGES
+from xmoe.metrics import STAGES
 
 from .files import replacing
 from .metrics_file import read_lines

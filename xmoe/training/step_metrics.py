@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xmoe.metrics import LayerLoad, Traffic
-from xmoe.ops.clock import STAGE_TIMES
+from xmoe.metrics import STAGE_TIMES, LayerLoad, Traffic
 
 _NUM_SCALARS = 5
 _NUM_TRAFFIC = len(fields(Traffic))
