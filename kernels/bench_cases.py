@@ -16,6 +16,7 @@ from . import triton_kernels as kernels
 from .bench import Case
 from .ragged import Stacked, TileSchedule, stack
 from .reference_gating import GateRule
+from .route_bench import ROUTE_CASES
 from .tiles import tile_height
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -321,6 +322,8 @@ CASES: dict[str, Callable[[Problem], Case]] = {
     "gate_backward": _gate_backward,
     "count_ids": _twin_case("count_ids", lambda p: (p.ids_TK, p.shape.num_experts), dtype=torch.int32),
     "sort_slots": _twin_case("sort_slots", lambda p: (p.ids_TK, p.shape.num_experts), dtype=torch.int32),
+    "sort_and_count": _twin_case("sort_and_count", lambda p: (p.ids_TK, p.shape.num_experts), dtype=torch.int32),
+    **ROUTE_CASES,
     "tile_schedule": _tile_schedule,
     "gather_rows": _twin_case("gather_rows", lambda p: (p.x_TD, p.slot_ids_M, p.shape.top_k)),
     "combine_rows": _combine,

@@ -19,6 +19,8 @@ from .launch import Launch, recording
 from .ragged import Stacked, TileSchedule
 from .reference_activation import Activation
 from .reference_gating import GateRule
+from .reference_route import RankMap, Routes
+from .reference_route_messages import Inbox
 from .tiles import tile_height
 from .tuning import ARCHES
 
@@ -173,6 +175,58 @@ def _tile_schedule(given: Inputs) -> None:
     kernels.tile_schedule(counts_e, block_m=128, num_rows=given.assignments)
 
 
+def _ranks(given: Inputs, *, per_gpu: bool = True) -> RankMap:
+    """Eight nodes of eight."""
+
+    def ids(*sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=torch.int64, device="meta")
+
+    return RankMap(
+        per_gpu=per_gpu,
+        per_node=True,
+        num_ranks=64,
+        num_places=8,
+        own_node=3,
+        node_of_rank_W1=ids(65),
+        place_of_rank_W1=ids(65),
+        neighbours_WP=ids(64, 8),
+    )
+
+
+def _route(given: Inputs, *, per_gpu: bool) -> None:
+    ranks, counts_E = _ranks(given, per_gpu=per_gpu), torch.empty(given.shape.experts, dtype=torch.int64, device="meta")
+    places_S, top_k = given.integers(given.assignments), given.shape.top_k
+    rank_KT = kernels.ranks_of_slots(places_S, counts_E, num_ranks=ranks.num_ranks, top_k=top_k)
+    hop_KT = kernels.choose_pilots(rank_KT, ranks)
+    routes = Routes(
+        rank_KT=rank_KT,
+        hop_KT=hop_KT,
+        shared=kernels.share_rows(rank_KT, hop_KT, ranks),
+        places_S=places_S,
+        first_places_S=places_S,
+        second_places_S=places_S,
+    )
+    num_local = given.shape.experts // ranks.num_ranks
+    kernels.row_references(routes, kernels.message_starts(_message(given), num_places=8), ranks, num_local=num_local)
+
+
+def _message(given: Inputs) -> Tensor:
+    counts_E = torch.empty(given.shape.experts, dtype=torch.int64, device="meta")
+    return kernels.route_message(given.integers(64), given.integers(64 * 8), counts_E, _ranks(given))
+
+
+def _arrive(given: Inputs) -> None:
+    message_WC, rows, copies = _message(given), given.shape.tokens, given.shape.tokens
+    kernels.message_sizes(message_WC, message_WC, num_places=8)
+    starts = kernels.message_starts(message_WC, num_places=8)
+    references_N = given.integers(copies + given.assignments)
+    begins_W2 = starts.references_W2
+    kernels.pack_references(references_N, references_N[:copies], references_N[copies:], starts, begins_W2)
+    inbox = Inbox(message_WC=message_WC, starts=starts, references_N=references_N, begins_W2=begins_W2)
+    kernels.take_assignments(inbox, width=2, num_rows=rows + copies, num_assigned=given.assignments)
+    kernels.take_copies(inbox, width=given.shape.top_k, num_first=rows, num_copies=copies)
+
+
 def _rule(given: Inputs, *, sigmoid: bool) -> GateRule:
     """DeepSeek-V2's rule, or V3's with its groups."""
     if sigmoid:
@@ -299,6 +353,9 @@ def _cases() -> Iterator[Case]:
     yield Case(name="wgrad_gather_d_out", run=partial(_wgrad, gathered="d_out"))
     yield Case(name="wgrad_gather_x_accumulate", run=partial(_wgrad, gathered="x", accumulate=True))
     yield Case(name="sort_slots", run=_sort_slots, dtypes=("int32",))
+    yield Case(name="route_by_gpu", run=partial(_route, per_gpu=True), dtypes=("int32",))
+    yield Case(name="route_by_node", run=partial(_route, per_gpu=False), dtypes=("int32",))
+    yield Case(name="arrive", run=_arrive, dtypes=("int32",))
     yield Case(name="tile_schedule", run=_tile_schedule, dtypes=("int32",))
     for name, sigmoid in (("softmax", False), ("sigmoid_groups", True)):
         yield Case(name=f"gate_{name}", run=partial(_gate_forward, sigmoid=sigmoid), dtypes=("float32",))

@@ -17,8 +17,10 @@ from .tuning import Config, config_for
 
 
 @triton.jit
-def _block_counts_kernel(ids, table, num_slots, num_bins, BINS: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Program b counts the ids of block b into row b of the table; negative ids are not counted.
+def _block_counts_kernel(
+    ids, table, num_slots, num_bins, BINS: tl.constexpr, PARTS: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """Program b counts the ids of block b into row b of the table, BINS bins at a time; negative ids are not counted.
 
     Example: ids [2, 0, 2, -1], blocks of 2, 3 bins gives rows [1, 0, 1], [0, 0, 1].
     """
@@ -26,9 +28,11 @@ def _block_counts_kernel(ids, table, num_slots, num_bins, BINS: tl.constexpr, BL
     first = block * BLOCK_S
     local = tl.arange(0, BLOCK_S)
     found = tl.cast(tl.load(ids + first + local, mask=local < num_slots - first, other=-1), tl.int32)
-    bins = tl.arange(0, BINS)
-    counts = tl.histogram(found, BINS, mask=found >= 0)
-    tl.store(table + block * num_bins + bins, counts, mask=bins < num_bins)
+    for part in tl.static_range(PARTS):
+        bins = part * BINS + tl.arange(0, BINS)
+        local = found - part * BINS
+        counts = tl.histogram(local, BINS, mask=(local >= 0) & (local < BINS))
+        tl.store(table + block * num_bins + bins, counts, mask=bins < num_bins)
 
 
 @triton.jit
@@ -85,6 +89,10 @@ def _place_slots_kernel(
     tl.store(places + first + slot, place, mask=inside)
 
 
+# Counters that lie in registers at once, and bins whose starts do: with more of either, lanes have no room.
+_MAX_COUNTERS, _MAX_BINS = 1024, 8192
+
+
 def count_ids(ids: Tensor, num_bins: int) -> Tensor:
     """int64 ``[num_bins]``: how often each id occurs; negative ids are not counted."""
     ids = ids.contiguous()
@@ -97,9 +105,15 @@ def sort_slots(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     ``slot_ids_S``  slots sorted by expert, ties by slot, dropped slots (-1) last
     ``places_S``    the inverse: ``slot_ids[places[s]] == s``
     """
+    slot_ids_S, places_S, _ = sort_and_count(ids_TK, num_experts)
+    return slot_ids_S, places_S
+
+
+def sort_and_count(ids_TK: Tensor, num_bins: int) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`sort_slots`, and how many slots each bin has: int32 ``[num_bins]``."""
     ids_TK = ids_TK.contiguous()
-    config = _config(ids_TK, num_experts)
-    table = _block_offsets(ids_TK, num_experts, config=config)
+    config = _config(ids_TK, num_bins)
+    table = _block_offsets(ids_TK, num_bins, config=config)
     num_slots, num_blocks = ids_TK.numel(), table.shape[0] - 1
     slot_ids_S = ids_TK.new_empty((num_slots,), dtype=torch.int32)
     places_S = torch.empty_like(slot_ids_S)
@@ -115,22 +129,24 @@ def sort_slots(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
                 places=places_S,
                 num_slots=num_slots,
                 num_blocks=num_blocks,
-                num_bins=num_experts,
-                BINS=triton.next_power_of_2(num_experts),
+                num_bins=num_bins,
+                BINS=triton.next_power_of_2(num_bins),
             ),
             config=config,
             cost=Cost(
-                bytes_read=num_slots * ids_TK.element_size() + 3 * num_blocks * num_experts * 4,
+                bytes_read=num_slots * ids_TK.element_size() + 3 * num_blocks * num_bins * 4,
                 bytes_written=2 * num_slots * 4,
             ),
         )
     )
-    return slot_ids_S, places_S
+    return slot_ids_S, places_S, table[-1]
 
 
 def _config(ids: Tensor, num_bins: int) -> Config:
-    if num_bins < 1 or ids.numel() >= 2**31:
-        raise ValueError(f"num_bins ({num_bins}) must be at least 1, and the number of ids ({ids.numel()}) below 2^31")
+    if not 1 <= num_bins <= _MAX_BINS or ids.numel() >= 2**31:
+        raise ValueError(
+            f"num_bins ({num_bins}) must be in 1..{_MAX_BINS}, and the number of ids ({ids.numel()}) below 2^31"
+        )
     return config_for("plan", arch=arch_of(ids), dtype=torch.int32, width=num_bins, rows=ids.numel())
 
 
@@ -150,7 +166,8 @@ def _block_offsets(ids: Tensor, num_bins: int, *, config: Config) -> Tensor:
                 table=table,
                 num_slots=num_slots,
                 num_bins=num_bins,
-                BINS=triton.next_power_of_2(num_bins),
+                BINS=min(triton.next_power_of_2(num_bins), _MAX_COUNTERS),
+                PARTS=triton.cdiv(num_bins, _MAX_COUNTERS),
             ),
             config=config,
             cost=Cost(bytes_read=num_slots * ids.element_size(), bytes_written=table_bytes),

@@ -34,6 +34,11 @@ def sort_slots(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return slot_ids_S.to(torch.int32), inverse_permutation(slot_ids_S)
 
 
+def sort_and_count(ids_TK: Tensor, num_bins: int) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`sort_slots`, and how many slots each bin has: int32 ``[num_bins]``."""
+    return *sort_slots(ids_TK, num_bins), count_ids(ids_TK, num_bins).to(torch.int32)
+
+
 def inverse_permutation(order: Tensor) -> Tensor:
     """int32: ``inverse[order[i]] == i``.
 

@@ -8,12 +8,17 @@ from .gating_select import experts_of_best_groups, ranks_within_expert, top_k_id
 from .grouped_dgrad import grouped_dgrad, grouped_dgrad_activated
 from .grouped_forward import grouped_forward, grouped_forward_activated
 from .grouped_wgrad import grouped_wgrad
-from .plan import count_ids, sort_slots, tile_schedule
+from .plan import count_ids, sort_and_count, sort_slots, tile_schedule
+from .route_arrivals import pack_references, take_assignments, take_copies
+from .route_messages import message_sizes, message_starts, route_message
+from .route_pilots import choose_pilots, ranks_of_slots
+from .route_rows import row_references, share_rows
 from .rows import combine_rows, gather_rows, row_dot, segment_sums
 
 __all__ = [
     "activation_backward",
     "activation_forward",
+    "choose_pilots",
     "combine_rows",
     "count_ids",
     "expert_mlp_backward",
@@ -27,10 +32,20 @@ __all__ = [
     "grouped_forward",
     "grouped_forward_activated",
     "grouped_wgrad",
+    "message_sizes",
+    "message_starts",
+    "pack_references",
+    "ranks_of_slots",
     "ranks_within_expert",
+    "route_message",
     "row_dot",
+    "row_references",
     "segment_sums",
+    "share_rows",
+    "sort_and_count",
     "sort_slots",
+    "take_assignments",
+    "take_copies",
     "tile_schedule",
     "top_k_ids",
 ]

@@ -208,10 +208,11 @@ def _activation(arch: str, dtype: torch.dtype, width: int) -> Config:
 
 
 def _plan(arch: str, dtype: torch.dtype, width: int) -> Config:
-    """Slots of one block, sorted in registers: 4 a lane. A count for each of 1024 experts takes more lanes."""
+    """Slots of one block, sorted in registers: 4 a lane. A count for each of many experts takes more lanes."""
     if arch == INTERPRETER:
         return Config(blocks={"BLOCK_S": 16})
-    return Config(blocks={"BLOCK_S": 1024}, num_warps=4 if is_amd(arch) and width <= 512 else 8)
+    num_warps = 16 if width > 1024 else 4 if is_amd(arch) and width <= 512 else 8
+    return Config(blocks={"BLOCK_S": 1024}, num_warps=num_warps)
 
 
 def _plan_offsets(arch: str, dtype: torch.dtype, width: int) -> Config:
@@ -224,6 +225,39 @@ def _tile_schedule(arch: str, dtype: torch.dtype, width: int) -> Config:
     if arch == INTERPRETER:
         return Config(blocks={"BLOCK_T": 4})
     return Config(blocks={"BLOCK_T": 256}, num_warps=4)
+
+
+def _slot_ranks(arch: str, dtype: torch.dtype, width: int) -> Config:
+    if arch == INTERPRETER:
+        return Config(blocks={"BLOCK_E": 8, "BLOCK_S": 16})
+    return Config(blocks={"BLOCK_E": 256, "BLOCK_S": 1024}, num_warps=4)
+
+
+def _slot_tile(arch: str, dtype: torch.dtype, width: int) -> Config:
+    """Tiles of tokens by choices, of which there are ``width``: 2 slots a lane."""
+    if arch == INTERPRETER:
+        return Config(blocks={"BLOCK_T": 16})
+    return Config(blocks={"BLOCK_T": max(1, (512 if is_amd(arch) else 256) // width)}, num_warps=4)
+
+
+def _pilot_weights(arch: str, dtype: torch.dtype, width: int) -> Config:
+    if arch == INTERPRETER:
+        return Config(blocks={"BLOCK_B": 2})
+    return Config(blocks={"BLOCK_B": max(1, 512 // width)}, num_warps=4)
+
+
+def _messages(arch: str, dtype: torch.dtype, width: int) -> Config:
+    """Tiles of ranks by the columns of their messages."""
+    if arch == INTERPRETER:
+        return Config(blocks={"BLOCK_W": 2})
+    return Config(blocks={"BLOCK_W": max(1, 512 // width)}, num_warps=min(16, max(4, width // 128)))
+
+
+def _spans(arch: str, dtype: torch.dtype, width: int) -> Config:
+    """Blocks of items that lie side by side."""
+    if arch == INTERPRETER:
+        return Config(blocks={"BLOCK_S": 8})
+    return Config(blocks={"BLOCK_S": 512}, num_warps=4)
 
 
 # BLOCK_ROWS and warps of 16-bit tiles of 128 x 128 on AMD; the gathered kernel's come second. Longer blocks need more
@@ -336,6 +370,14 @@ _ROW_OPS = {
     "plan": _plan,
     "plan_offsets": _plan_offsets,
     "tile_schedule": _tile_schedule,
+    "slot_ranks": _slot_ranks,
+    "pilots": _slot_tile,
+    "pilot_weights": _pilot_weights,
+    "share_rows": _slot_tile,
+    "row_references": _slot_tile,
+    "messages": _messages,
+    "references": _spans,
+    "arrivals": _spans,
     "grouped_wgrad": _wgrad,
     "gathered_wgrad": functools.partial(_wgrad, gathered=True),
 }

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from route_problem import RouteProblem
 from torch import Tensor
 
 from xmoe.kernels import reference
@@ -222,6 +223,24 @@ def _wgrad(p: Problem, *, gathered: str | None, into: bool = False) -> Any:
     )
 
 
+def _route(p: Problem, step: str, *, two_hops: bool = True, per_gpu: bool = True) -> Any:
+    """A step of a plan, of ranks with one expert each, two to a node; all of another node where they are odd."""
+    ids_TK = p._ids_TK.int()
+    repeats_TK = (ids_TK[:, :, None] == ids_TK[:, None]).tril(-1).any(2)  # no token takes an expert twice
+    places = 2 if p.experts % 2 == 0 else p.experts
+    nodes = tuple(rank // places for rank in range(p.experts))
+    problem = RouteProblem(
+        ids_TK=ids_TK.masked_fill(repeats_TK, -1),
+        nodes=nodes,
+        own_node=0 if nodes[-1] else 1,
+        num_local=1,
+        per_gpu=per_gpu,
+        per_node=two_hops,
+        place=lambda x: p._laid_out(x.to(p.device)),
+    )
+    return getattr(problem, step)(kernels)
+
+
 _PLAN = ("_block_counts_kernel", "_block_offsets_kernel", "_place_slots_kernel")
 _GATE = ("_gate_forward_kernel", "_gate_sums_kernel")
 _SOFTMAX: dict[str, Any] = {"z_sums": True}
@@ -238,6 +257,26 @@ CASES = [
     Case("count-ids", _PLAN[:2], lambda p: kernels.count_ids(p.ids_TK, p.experts)),
     Case("sort-slots", _PLAN, lambda p: kernels.sort_slots(p.ids_TK, p.experts)),
     Case("tile-schedule", ("_tile_schedule_kernel",), _tile_schedule),
+    *[
+        Case(step.replace("_", "-"), names, lambda p, step=step: _route(p, step))
+        for step, names in {
+            "ranks_of_slots": ("_slot_ranks_kernel",),
+            "choose_pilots": ("_pilot_candidates_kernel", "_draw_pilots_kernel", "_follow_loads_kernel"),
+            "share_rows": ("_share_rows_kernel",),
+            "row_references": ("_row_references_kernel",),
+            "route_message": ("_route_message_kernel",),
+            "message_starts": ("_message_starts_kernel",),
+            "message_sizes": ("_message_sizes_kernel",),
+            "pack_references": ("_pack_references_kernel",),
+            "take_assignments": ("_take_assignments_kernel",),
+            "take_copies": ("_take_copies_kernel",),
+        }.items()
+    ],
+    Case("share-rows-by-node", ("_share_rows_kernel",), lambda p: _route(p, "share_rows", per_gpu=False)),
+    *[
+        Case(f"{step}-one-hop", (f"_{step}_kernel",), lambda p, step=step: _route(p, step, two_hops=False))
+        for step in ("row_references", "route_message", "pack_references", "take_assignments")
+    ],
     *[
         Case(f"{name}-{activation}", (f"_{name}_kernel",), run)
         for name, backward in (("activation_forward", False), ("activation_backward", True))
