@@ -1,7 +1,7 @@
 """What it brings to cut a layer's tokens into chunks whose exchanges overlap with other chunks' experts.
 
     python benchmarks/bench_overlap.py [--json] [--rounds 5] [--picture overlap.png]
-    python benchmarks/bench_overlap.py --ffn 768 --link-mbit 200 --chunks 2 4 8 --dispatch gpu node+gpu
+    python benchmarks/bench_overlap.py --ffn 768 --link-mbit 300 --chunks 2 4 8 --dispatch gpu node+gpu
     python benchmarks/bench_overlap.py --emulate-us 150 --picture overlap-emulated.png
 
 The whole routed layer (router, routed experts, shared experts), forward and backward, on an emulated cluster: nodes are
@@ -29,6 +29,7 @@ Figures of the metrics:
     overlap.wait                    seconds of them in which a rank waits for rows, mean of the ranks
     overlap.speedup_over_one_chunk  time of one chunk, over this one
     overlap.experts_alone           seconds of the routed experts, chunk by chunk, nothing being exchanged
+    overlap.experts_cpu_alone       processor seconds of them, mean of the ranks: what smaller products cost
     overlap.exchanges_alone         seconds of dispatch and combine, chunk by chunk, nothing being computed
     overlap.shared_alone            seconds of the shared experts
     overlap.ideal_time              time of one chunk less the saving that is possible
@@ -67,8 +68,12 @@ def rounds_of(measured: list[Measured], kind: Kind) -> dict[str, list[float]]:
     found = {"time": slowest_of_rounds([rank.layer[kind] for rank in measured])}
     for part in PARTS:
         found[f"{part}_alone"] = slowest_of_rounds([rank.parts[kind][part] for rank in measured])
-    waits = zip(*(rank.waits[kind] for rank in measured), strict=True)
-    return {**found, "wait": [statistics.mean(of_round) for of_round in waits]}
+    for what, by_rank in (
+        ("wait", [rank.waits[kind] for rank in measured]),
+        ("experts_cpu_alone", [rank.cpu[kind] for rank in measured]),
+    ):
+        found[what] = [statistics.mean(of_round) for of_round in zip(*by_rank, strict=True)]
+    return found
 
 
 def results_of(case: Case, measured: list[Measured]) -> list[Result]:
@@ -136,6 +141,7 @@ COLUMNS = {
     "waiting (s)": "wait",
     "over one chunk": "speedup_over_one_chunk",
     "experts alone (s)": "experts_alone",
+    "their CPU (s)": "experts_cpu_alone",
     "exchanges alone (s)": "exchanges_alone",
     "shared alone (s)": "shared_alone",
     "ideal (s)": "ideal_time",
@@ -151,8 +157,10 @@ def show(case: Case, results: list[Result], used: dict[str, str | None]) -> None
     about = ", ".join(f"{key}={value}" for key, value in setting_of(case).items())
     for name in case.dispatchers:
         one_s = {part: found[name, 1, f"overlap.{part}_alone"] for part in PARTS}
-        longer_s = max(one_s["experts"], one_s["exchanges"])
-        caption = f"one chunk's parts alone: {sum(one_s.values()):.3g} s added up, the longest {longer_s:.3g} s"
+        sum_s, longer_s = sum(one_s.values()), max(one_s["experts"], one_s["exchanges"])
+        caption = (
+            f"one chunk's parts alone: {sum_s:.3g} s added up, {longer_s:.3g} s the longer of experts and exchanges"
+        )
         table = Table(title=f"{name}: {about}", caption=caption)
         for heading in ("chunks", *COLUMNS):
             table.add_column(heading, justify="right")
@@ -167,7 +175,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     parser.add_argument("--cluster", default="2x2", metavar="NODESxRANKS", help="nodes, and ranks of each")
-    parser.add_argument("--link-mbit", type=float, default=300.0, help="Mbit/s of each node's link, each way")
+    parser.add_argument("--link-mbit", type=float, default=200.0, help="Mbit/s of each node's link, each way")
     parser.add_argument(
         "--dispatch", nargs="+", default=["flat", "node+gpu"], choices=["flat", "gpu", "node", "node+gpu"]
     )

@@ -10,6 +10,7 @@ Beside the layer it times its parts alone, in the same rounds and on all ranks a
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -70,6 +71,7 @@ class Case:
 class Measured:
     """What one rank found: seconds by kind, or by kind and part, for each round.
 
+    ``cpu``     processor seconds of the experts alone, which other processes do not lengthen by much
     ``waits``   seconds of the layer's rounds in which the rank waited for an exchange of rows or weights
     ``traces``  what one more step of each kind did and when; of rank 0 only
     """
@@ -77,6 +79,7 @@ class Measured:
     layer: dict[Kind, list[float]] = field(default_factory=dict)
     waits: dict[Kind, list[float]] = field(default_factory=dict)
     parts: dict[Kind, dict[str, list[float]]] = field(default_factory=dict)
+    cpu: dict[Kind, list[float]] = field(default_factory=dict)
     traces: dict[Kind, Trace] = field(default_factory=dict)
 
 
@@ -239,4 +242,19 @@ def _one_round(
     measured.waits.setdefault(kind, []).append(sum(waits))
     for name, run in parts.items():
         layer.zero_grad()
-        measured.parts.setdefault(kind, {}).setdefault(name, []).append(timed(run))
+        seconds, cpu_s = _with_processor_time(run)
+        measured.parts.setdefault(kind, {}).setdefault(name, []).append(seconds)
+        if name == "experts":
+            measured.cpu.setdefault(kind, []).append(cpu_s)
+
+
+def _with_processor_time(run: Callable[[], object]) -> tuple[float, float]:
+    """:func:`timed`, and the seconds for which this thread had a processor."""
+    used: list[float] = []
+
+    def counted() -> None:
+        before = time.thread_time()
+        run()
+        used.append(time.thread_time() - before)
+
+    return timed(counted), used[0]
