@@ -13,6 +13,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -113,6 +114,7 @@ def save_picture(figure: Any, path: Path, used: Mapping[str, str | None]) -> Non
     """Saves a figure with a line below it that says where, when and with which versions it was measured."""
     today = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     stamp = ", ".join([f"Measured {today}", *(f"{name} {version}" for name, version in used.items())])
+    stamp = textwrap.fill(stamp, width=int(15 * figure.get_figwidth()))
     figure.text(0.01, 0.0, stamp, ha="left", va="top", fontsize=7.5, color=GREY)
     figure.savefig(path, dpi=160, facecolor="white", bbox_inches="tight", pad_inches=0.15)
 

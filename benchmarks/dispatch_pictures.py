@@ -122,9 +122,9 @@ def _draw(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    columns = min(len(panels), 3)
+    columns = 2 if len(panels) == 4 else min(len(panels), 3)
     rows = -(-len(panels) // columns)
-    width, height = max(4.4 * columns, 7.0), 3.9 * rows + 1.9
+    width, height = max(4.4 * columns, 8.2), 3.9 * rows + 1.9
     redundancies = [point.redundancy for lines in panels.values() for points in lines.values() for point in points]
     right = min(1.0, max(redundancies) + 0.12)
     with pyplot.rc_context(PICTURE_STYLE):
@@ -146,6 +146,8 @@ def _draw(
             _mark_k(axis, lines)
         for axis in axes.flat[len(panels) :]:
             axis.set_visible(False)
+        for column in axes.T:
+            [axis for axis in column if axis.get_visible()][-1].tick_params(labelbottom=True)
         for axis in axes[:, 0]:
             axis.set_ylabel(what.lower().replace(" of dispatch and combine", ""))
         about = "redundancy: share of flat's rows between nodes that one row per node saves"
