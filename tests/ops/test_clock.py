@@ -186,11 +186,15 @@ def short_run():
 
 
 class Device:
-    """A device whose streams have times of their own; ``asked`` is what the host waited for or read, in order."""
+    """A device whose streams have times of their own; ``asked`` is what the host waited for or read, in order.
+
+    ``found`` has the seconds it read.
+    """
 
     def __init__(self):
         self.queued = Counter()  # seconds of work, by stream
         self.asked = []
+        self.found = []
         self.num_events = 0
 
     def works(self, seconds, index=0):
@@ -223,6 +227,7 @@ class Event:
         assert end.done
         assert end.stream == self.stream
         self.device.asked.append("read")
+        self.device.found.append(end.at - self.at)
         return 1e3 * (end.at - self.at)
 
 
@@ -264,12 +269,13 @@ def test_events_are_in_the_stream_of_the_tensors_device(device, clock):
 
 def test_times_nobody_takes_are_read_in_passing_the_oldest_first(device, clock, monkeypatch):
     monkeypatch.setattr(clocks, "_MAX_UNREAD", 4)
-    for number in range(10):
+    for seconds in range(1, 11):
         with use_clock(clock), timed("experts", torch.device("cuda")):
-            device.works(1)
-        assert device.asked == ["wait", "read"] * max(0, number + 1 - 4)
+            device.works(seconds)
+        assert device.found == list(range(1, seconds - 4 + 1))
+        assert device.asked == ["wait", "read"] * len(device.found)
         assert len(clock._unread) <= 4
-    assert clock.take() == pytest.approx({"experts": 10})
+    assert clock.take() == pytest.approx({"experts": 55})
 
 
 def test_a_stage_without_a_first_boundary_leaves_no_name(device, clock, monkeypatch):
