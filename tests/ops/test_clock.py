@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections import Counter
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -374,11 +375,13 @@ def times_beside_a_late_rank(path):
     store, rank = dist.FileStore(path, 2), dist.get_rank()
     clocks.time = SimpleNamespace(perf_counter=lambda: float(store.add("seconds", 0)))
     layer = make_layer()
-    wait_on_host, dispatch, forward = collectives._wait_on_host, layer.dispatcher.dispatch, layer.experts.forward
+    dispatch, forward = layer.dispatcher.dispatch, layer.experts.forward
 
-    def telling_wait(work, exchange):
-        store.set(f"rank {rank}: {layer.clock.current}", "")
-        wait_on_host(work, exchange)
+    @contextmanager
+    def telling_wait(device):
+        with timed_wait(device):
+            store.set(f"rank {rank}: {layer.clock.current}", "")
+            yield
 
     def late(seconds, what):
         store.wait([f"rank 0: {what}"])
@@ -394,7 +397,7 @@ def times_beside_a_late_rank(path):
         late(100, "combine_wait")
         return y_RD
 
-    collectives._wait_on_host = telling_wait
+    collectives.timed_wait = telling_wait
     if rank == 1:
         layer.dispatcher.dispatch, layer.experts.forward = late_dispatch, late_experts
     run_once(layer)
