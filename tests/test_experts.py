@@ -6,7 +6,7 @@ from torch import nn
 
 from xmoe.experts import Experts, recognize
 from xmoe.testing import assert_close, assignments_of
-from xmoe.types import DispatchPlan, Rows
+from xmoe.types import ExpertPlan, Rows
 
 
 class Gated(nn.Module):
@@ -148,10 +148,7 @@ COUNTS = [3, 0, 5, 1]
 
 def make_rows(num_rows=6, *, dtype=torch.float64):
     ids = torch.cat([torch.randperm(num_rows)[:n] for n in COUNTS]).int()
-    plan = DispatchPlan(
-        num_rows=len(ids),
-        send_splits=[],
-        recv_splits=[],
+    plan = ExpertPlan(
         row_ids_M=ids,
         assignments_RK=assignments_of(ids, num_rows),
         counts_e=torch.tensor(COUNTS),

@@ -69,7 +69,7 @@ TABLE: dict[str, Row] = {
     "xmoe.router": row("torch", "types kernels ops replay balance router_settings sequence_shard"),
     "xmoe.permute": row("torch", "types kernels ops config"),
     "xmoe.experts": row("torch", "types kernels ops config"),
-    "xmoe.dispatch": row("torch", "types ops groups placement topology links cost config replay"),
+    "xmoe.dispatch": row("torch", "types kernels ops groups placement topology links cost config replay"),
     "xmoe.layer": row("torch", LAYER_BASE),
     "xmoe.sequence_shard": row("torch", "ops"),
     "xmoe.shuffle": row("torch numpy", "types ops groups placement topology"),

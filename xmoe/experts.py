@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .kernels.reference import Activation, ExpertWeights, accumulator_dtype
-from .ops.expert_mlp import expert_mlp
+from .ops.attach import attach
+from .ops.expert_mlp import GradientSums, expert_mlp
 from .types import ExpertPlan, Rows
 
 # Names of (gate, up, down) or of (up, down) under which the field's models keep their linear layers.
@@ -72,6 +73,20 @@ def _decide_now(decide: Callable[[], Any]) -> Any:
     return decide()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What the calls of one forward share: see :meth:`Experts.prepare`.
+
+    ``weights``  of the fused MLP; None where the experts are called as the modules they are
+    ``dtype``    that rows are cast to under autocast, as the weights were
+    ``sums``     of the weights' gradients over the calls
+    """
+
+    weights: ExpertWeights | None
+    dtype: torch.dtype | None
+    sums: GradientSums
+
+
 class Experts(nn.Module):
     """The experts of one rank, run over ragged rows.
 
@@ -111,10 +126,14 @@ class Experts(nn.Module):
         assert isinstance(mlps, nn.ModuleList)
         return mlps
 
-    def forward(
-        self, rows: Rows, plan: ExpertPlan, *, decide: Callable[[Callable[[], Any]], Any] = _decide_now
-    ) -> Tensor:
-        """``y_RD``: for each row the weighted sum of its assignments' experts, in the rows' dtype.
+    def prepare(
+        self,
+        device_type: str,
+        *,
+        num_calls: int = 1,
+        decide: Callable[[Callable[[], Any]], Any] = _decide_now,
+    ) -> Prepared:
+        """What ``num_calls`` calls of one forward share.
 
         ``decide`` says whether the experts run fused, or what was recorded (see ``xmoe.replay``): a profiler hooks
         them in the forward only, and a recompute that keeps other tensors than the forward is refused by torch.
@@ -122,24 +141,30 @@ class Experts(nn.Module):
         experts = self.modules_in_order()
         fused = decide(lambda: self.formula is not None and all(map(self._is_plain, experts)))
         if self.formula is None or not fused:
-            return self._loop(rows, plan)
-        x_RD, weights = rows.x_RD, self.formula.weights(experts)
-        device_type = x_RD.device.type
+            return Prepared(weights=None, dtype=None, sums=GradientSums(num_calls))
+        weights, dtype = self.formula.weights(experts), None
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
-            x_RD = x_RD.to(dtype)
             weights = ExpertWeights(
                 **{field: [w.to(dtype) for w in getattr(weights, field)] for field in ExpertWeights.FIELDS}
             )
+        return Prepared(weights=weights, dtype=dtype, sums=GradientSums(num_calls))
+
+    def forward(self, rows: Rows, plan: ExpertPlan, prepared: Prepared | None = None) -> Tensor:
+        """``y_RD``: for each row the weighted sum of its assignments' experts, in the rows' dtype."""
+        prepared = prepared if prepared is not None else self.prepare(rows.x_RD.device.type)
+        if self.formula is None or prepared.weights is None:
+            return attach(self._loop(rows, plan), rows.x_RD, rows.weights_M)
         return expert_mlp(
-            x_RD,
+            rows.x_RD if prepared.dtype is None else rows.x_RD.to(prepared.dtype),
             plan.row_ids_M,
             plan.assignments_RK,
             rows.weights_M,
             plan.tokens_per_local_expert,
             plan.counts_e,
-            experts=weights,
+            experts=prepared.weights,
             activation=self.formula.activation,
+            sums=prepared.sums,
         )
 
     def _is_plain(self, expert: nn.Module) -> bool:

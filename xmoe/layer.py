@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .dispatch.base import Dispatcher
 from .dispatch.local import LocalDispatcher
-from .experts import Experts
+from .experts import Experts, Prepared
 from .ops._backend import KernelChoice, use_kernels
 from .ops.clock import StageClock, timed, timed_run, use_clock
 from .ops.overlap import Pausing, overlapped
@@ -50,7 +50,8 @@ class RoutedMLP(nn.Module):
     """Top-k routed experts, with optional shared experts that see every token.
 
     ``gate`` and ``experts`` are built by the caller; ``dispatcher`` defaults to the local one and is replaced by
-    :meth:`set_dispatcher` once the ranks' groups exist. ``shared_mlp`` maps ``[..., D]`` to ``[..., D]``;
+    :meth:`set_dispatcher` once the ranks' groups exist. ``shared_mlp`` maps ``[..., D]`` to ``[..., D]`` and leaves its
+    input as it is, as it runs while tokens are still to be sent;
     ``shared_gate`` (``nn.Linear(D, 1)``) scales it by a sigmoid.
 
     ``clock``               seconds of the layer's stages; off until its ``enabled`` is set
@@ -106,9 +107,10 @@ class RoutedMLP(nn.Module):
             with timed("plan", x_TD.device):
                 buffers = permute(routing, decide=decide, num_chunks=self.dispatcher.num_chunks)
                 plans = decide(lambda: self.dispatcher.plan(buffers))
+            prepared = self.experts.prepare(x_TD.device.type, num_calls=len(plans), decide=decide)
             chunks = zip(split_tokens(x_TD, [b.num_tokens for b in buffers]), buffers, plans, strict=True)
             outs, shared = overlapped(
-                [self._through_experts(*chunk, decide=decide) for chunk in chunks],
+                [self._through_experts(*chunk, prepared=prepared) for chunk in chunks],
                 meanwhile=lambda: self._shared(own, split),
             )
         self._count(routing, plans, decide, row_bytes=x_TD.shape[1] * x_TD.element_size())
@@ -119,12 +121,12 @@ class RoutedMLP(nn.Module):
         return output, routing.aux_loss, routing.selected_by_batch_E
 
     def _through_experts(
-        self, x_TD: Tensor, buffer: TokenBuffer, plan: ExpertPlan, *, decide: Decisions
+        self, x_TD: Tensor, buffer: TokenBuffer, plan: ExpertPlan, *, prepared: Prepared
     ) -> Pausing[Tensor]:
         """``[T, D]``: the routed experts' sum for each token of one chunk. Pauses while its rows are under way."""
         rows = yield from timed_run("dispatch", self.dispatcher.dispatch(x_TD, buffer, plan), x_TD.device)
         with timed("experts", x_TD.device):
-            y_RD = self.experts(rows, plan, decide=decide)
+            y_RD = self.experts(rows, plan, prepared)
         return (yield from timed_run("combine", self.dispatcher.combine(y_RD, buffer, plan), x_TD.device))
 
     def _split(self, hidden_states: Tensor, num_sequences: int) -> TokenSplit:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .links import Fit, Point, fit_link
-from .ops.collectives import Exchange, exchange_rows, finish, sum_over_ranks
+from .ops.collectives import Begun, Exchange, exchange_rows, sum_over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class _Bench:
 
     def _take_turns(self, turns: Sequence[Callable[..., object]], block: Tensor, peer: int) -> None:
         for turn in turns:
-            finish(turn(block, peer), self.all.named("point to point"), block.device)
+            Begun(turn(block, peer), self.all.named("point to point"), block.device).finish()
 
     def _timed(self, run: Callable[[], object]) -> float:
         """Seconds of one call that all ranks start together."""

@@ -1,16 +1,22 @@
 """Exchanges that overlap with computing: the order of the parts, the same results, and nothing paid for it."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
-from hierarchical_layers import HIDDEN, UNEVEN, dispatcher_of, inputs_of, make_layer
+from hierarchical_layers import HIDDEN, UNEVEN, dispatcher_of, fill, inputs_of, make_layer
 from syncs import recorded_syncs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from xmoe.ops.collectives import Pending
+from xmoe.experts import Experts
+from xmoe.ops.collectives import Exchange, Pending
 from xmoe.ops.overlap import overlapped, to_end, together
+from xmoe.permute import permute
+from xmoe.replay import fresh_decisions
 from xmoe.testing import assert_close, run_ranks
+from xmoe.types import Routing
 
 NAMES = ["flat", "gpu", "node", "node+gpu"]
 
@@ -36,6 +42,24 @@ def test_younger_runs_go_first_and_something_else_in_the_first_pause():
     assert seen == ["a0", "b0", "a1", "b1", "a2"]
 
 
+def test_chunks_are_of_consecutive_tokens_and_of_one_length():
+    ids = torch.arange(22, dtype=torch.int32).view(11, 2) % 6
+    counts = torch.bincount(ids.flatten(), minlength=6)
+    routing = Routing(
+        topk_ids_TK=ids,
+        topk_weights_TK=torch.arange(22.0).view(11, 2),
+        selected_per_expert_E=counts,
+        tokens_per_expert_E=counts,
+        aux_loss=torch.zeros(()),
+    )
+    buffers = permute(routing, decide=fresh_decisions(), num_chunks=4)
+    assert [buffer.num_tokens for buffer in buffers] == [3, 3, 3, 2]
+    assert sum(buffer.tokens_per_expert_E for buffer in buffers).tolist() == counts.tolist()
+    for first, buffer in zip((0, 6, 12, 18), buffers, strict=True):
+        assert torch.equal(buffer.combine_weights_S, first + buffer.slot_ids_S.float())
+    assert [b.num_tokens for b in permute(routing, decide=fresh_decisions(), num_chunks=12)] == [1] * 11 + [0]
+
+
 # The same results
 
 
@@ -59,7 +83,7 @@ def results_of(layer, rank, *, tokens, through=lambda layer, x: layer(x)):
 def same_results(ranks_per_node, cases):
     rank, world = dist.get_rank(), dist.get_world_size()
     for name, num_chunks, options in cases:
-        for tokens in (UNEVEN[rank], 20, 1, 0):
+        for tokens in (UNEVEN[rank], 9):
             made = {"ranks_per_node": ranks_per_node} | options
             expected = results_of(layer_of(rank, world, name, 1, **made), rank, tokens=tokens)
             found, again = (
@@ -74,12 +98,13 @@ DROPS = {"drop_tokens": True, "drop_policy": "probs", "capacity_factor": 0.5, "m
 
 
 @pytest.mark.dist
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize(("world", "ranks_per_node"), [(1, 1), (2, 1), (4, 2)])
 def test_results_do_not_depend_on_the_number_of_chunks(world, ranks_per_node):
-    cases = [(name, chunks, {}) for name in NAMES for chunks in (2, 3, 7)]
+    cases = [(name, chunks, {}) for name in NAMES for chunks in (2, 7)]
     cases += [("node+gpu", 3, {"shared": True}), ("flat", 2, {"expert": "loop"}), ("node+gpu", 2, DROPS)]
     cases += [("flat", 4, {"shared": True, "expert": "loop"})]
-    run_ranks(world, same_results, ranks_per_node, cases)
+    run_ranks(world, same_results, ranks_per_node, cases, timeout_s=180.0)
 
 
 def same_when_recomputed(reentrant):
@@ -106,6 +131,28 @@ def same_when_recomputed(reentrant):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_replays_all_chunks(reentrant):
     run_ranks(4, same_when_recomputed, reentrant)
+
+
+def rounded_gradients(num_chunks):
+    """Gradients of the experts in bfloat16, and in float64 from the same numbers."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        layer = layer_of(rank, world, "flat", num_chunks if dtype == torch.bfloat16 else 1, ranks_per_node=1)
+        layer.to(torch.bfloat16).to(dtype)
+        layer.gate.to(torch.float32 if dtype == torch.bfloat16 else dtype)
+        x, upstream = inputs_of(rank, 256)
+        x, upstream = (value.detach().to(torch.bfloat16).to(dtype) for value in (x, upstream))
+        (layer(x)[0] * upstream).sum().backward()
+        found.append([parameter.grad.double() for parameter in layer.experts.parameters()])
+    return found
+
+
+@pytest.mark.dist
+def test_gradients_of_many_chunks_are_rounded_once():
+    for found, expected in run_ranks(2, rounded_gradients, 64):
+        for actual, wanted in zip(found, expected, strict=True):
+            assert_close(actual, wanted, dtype=torch.bfloat16)
 
 
 # What runs while rows are under way
@@ -156,8 +203,8 @@ def under_way(name, num_chunks):
     Pending.__init__, Pending.finish = counted_begin, counted_finish
     try:
         experts = layer.experts
-        layer.experts.forward = lambda rows, plan, decide: Noted.apply(
-            type(experts).forward(experts, rows, plan, decide=decide), "experts", note
+        layer.experts.forward = lambda rows, plan, prepared: Noted.apply(
+            type(experts).forward(experts, rows, plan, prepared), "experts", note
         )
         layer.shared_mlp = NotedMLP("shared", note)
         results_of(layer, rank, tokens=12)
@@ -181,7 +228,98 @@ def test_an_exchange_is_under_way_while_experts_compute(name):
         assert seen["shared, backward"] == [1]
 
 
+class Idle(nn.Module):
+    """An expert that makes nothing of no rows, as a user's may."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        return self.fc(x) if x.shape[1] else torch.zeros_like(x)
+
+
+def order_of_exchanges(name, num_chunks):
+    """Labels in the order in which this rank began them, and what is left of them after backward."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layer = layer_of(rank, world, name, num_chunks, ranks_per_node=2, shared=True)
+    layer.experts = Experts(Idle(), 4, first_id=4 * rank, initialize=fill).double()
+    labels, alive = [], []
+    begin = Pending.__init__
+
+    def noted(self, *args, exchange, **options):
+        begin(self, *args, exchange=exchange, **options)
+        labels.append(exchange.label)
+        alive.append(weakref.ref(self))
+
+    Pending.__init__ = noted
+    try:
+        x, upstream = inputs_of(rank, UNEVEN[rank])
+        y, aux, _ = layer(x)
+        loss = (y * upstream).sum() + aux
+        forward = len(labels)
+        loss.backward()
+    finally:
+        Pending.__init__ = begin
+    assert not any(reference() is not None for reference in alive), "kept while the loss is"
+    return labels[:forward], labels[forward:], layer.counters
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["flat", "node+gpu"])
+def test_all_ranks_begin_their_exchanges_in_one_order(name):
+    answers = run_ranks(4, order_of_exchanges, name, 5)
+    forward, backward, _ = answers[0]
+    assert all(answer[:2] == (forward, backward) for answer in answers)
+    # Backward has each exchange of rows and weights once more, by its name.
+    moved = [label for label in forward if "references" not in label]
+    assert sorted(backward) == sorted(f"{label}: backward" for label in moved)
+    assert len(moved) == 5 * (5 if name == "node+gpu" else 3)
+    rows = sum(answer[2].computed_rows for answer in answers)
+    assert rows == sum(int(answer[2].routed_E.sum()) for answer in answers)
+
+
+def begin_before_the_other():
+    rank = dist.get_rank()
+    exchange = Exchange(group=dist.group.WORLD, label="rows", timeout_s=20.0)
+    token = torch.zeros(1)
+    if rank == 1:
+        dist.recv(token, src=0)  # comes only when rank 0 has begun its exchange
+    pending = Pending(torch.full((2, 3), float(rank)), [1, 1], [1, 1], exchange=exchange)
+    if rank == 0:
+        dist.send(token, dst=1)
+    assert pending.finish()[:, 0].tolist() == [0.0, 1.0]
+
+
+@pytest.mark.dist
+def test_to_begin_an_exchange_waits_for_nobody():
+    run_ranks(2, begin_before_the_other)
+
+
 # What it costs
+
+
+def autocast_bytes(num_chunks):
+    layer = layer_of(dist.get_rank(), dist.get_world_size(), "flat", num_chunks, ranks_per_node=1).float()
+    x = inputs_of(dist.get_rank(), 16)[0].detach().float().requires_grad_()
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        layer(x)
+    return sum(kept.values()), 2 * sum(parameter.numel() for parameter in layer.experts.parameters())
+
+
+@pytest.mark.dist
+def test_chunks_share_the_weights_that_autocast_casts():
+    for (whole, weights), (cut, _) in zip(
+        run_ranks(2, autocast_bytes, 1), run_ranks(2, autocast_bytes, 4), strict=True
+    ):
+        assert cut - whole < weights / 4
 
 
 def costs(name, num_chunks):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from xmoe.dispatch.local import LocalDispatcher
 from xmoe.dispatch.tensor_parallel import SharedTokens
@@ -69,3 +70,26 @@ def _shares():
 
 def test_shares_add_up_to_the_whole():
     run_ranks(3, _shares)
+
+
+def _recomputed(num_chunks):
+    exchange = Exchange(group=dist.group.WORLD, label="test", timeout_s=20.0)
+    results = []
+    for through in (None, True, False):
+        torch.manual_seed(0)
+        x = torch.randn(9, D, dtype=torch.float64, requires_grad=True)
+        layer = _layer(drop_tokens=False)
+        inner = LocalDispatcher()
+        inner.num_chunks = num_chunks
+        layer.set_dispatcher(SharedTokens(inner, exchange))
+        y = layer(x)[0] if through is None else checkpoint(layer, x, use_reentrant=through)[0]
+        y.square().sum().backward()
+        results.append([y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())])
+    for found in results[1:]:
+        for actual, wanted in zip(found, results[0], strict=True):
+            assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_shares_are_recomputed_by_every_checkpoint(num_chunks):
+    run_ranks(2, _recomputed, num_chunks)

@@ -26,6 +26,7 @@ from ds_nets import (
 from torch import nn
 
 import xmoe
+from xmoe.config import XMoEConfig
 from xmoe.integrations.deepspeed import MoE, initialize, moe_param_groups, replace_moe_layers
 from xmoe.testing import run_ranks
 
@@ -37,6 +38,10 @@ def test_positional_arguments_are_natives_and_ours_are_keyword_only():
         assert (mine.name, mine.kind, mine.default) == (theirs.name, theirs.kind, theirs.default)
     assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in ours[len(native) :])
     assert list(inspect.signature(MoE.forward).parameters) == list(inspect.signature(NativeMoE.forward).parameters)
+
+
+def test_every_key_of_the_section_can_be_given_to_one_layer():
+    assert set(XMoEConfig.model_fields) <= set(inspect.signature(MoE.__init__).parameters)
 
 
 def test_initialize_takes_deepspeeds_arguments_in_deepspeeds_order():

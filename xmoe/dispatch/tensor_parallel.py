@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..ops.clock import timed_backward
 from ..ops.collectives import Exchange, sum_over_ranks
 from ..ops.gather import inverse_permutation
 from ..ops.overlap import Pausing
@@ -36,7 +37,8 @@ class SharedTokens:
         return self.inner.num_chunks
 
     def plan(self, buffers: Sequence[TokenBuffer]) -> list[ExpertPlan]:
-        return self.inner.plan([self._share(buffer, buffer.combine_weights_S) for buffer in buffers])
+        # A recompute replays the plan: making it must keep nothing for backward.
+        return self.inner.plan([self._share(buffer, buffer.combine_weights_S.detach()) for buffer in buffers])
 
     def dispatch(self, x_TD: Tensor, buffer: TokenBuffer, plan: ExpertPlan) -> Pausing[Rows]:
         exchange = self.exchange.named("sum of gradients")
@@ -84,10 +86,11 @@ class _Sum(torch.autograd.Function):
 class _SumOfGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
+        ctx.exchange, ctx.timed = exchange, timed_backward()
         return whole.view_as(whole)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return sum_over_ranks(grad, ctx.exchange), None
+        with ctx.timed(grad.device):
+            return sum_over_ranks(grad, ctx.exchange), None

@@ -91,22 +91,29 @@ def _stuck_message(label: str, timeout_s: float) -> str:
     )
 
 
-def finish(work: Any, exchange: Exchange, device: torch.device) -> None:
-    """Waits for ``work`` as its backend does. Raises RuntimeError with the label when it fails or times out."""
-    with timed_wait(device):
-        if device.type == "cpu":
-            _wait_on_host(work, exchange)
-        else:
+class Begun:
+    """A collective under way, watched from now on; ``work`` is its handle."""
+
+    def __init__(self, work: Any, exchange: Exchange, device: torch.device) -> None:
+        self._work, self._exchange, self._device = work, exchange, device
+        self._since = time.monotonic()
+        if device.type != "cpu":
             _MONITOR.watch(work, exchange.title, exchange.timeout_s)
-            work.wait()
+
+    def finish(self) -> None:
+        """Waits as the backend does. Raises RuntimeError with the label when it fails or outlasts its timeout."""
+        with timed_wait(self._device):
+            if self._device.type == "cpu":
+                _wait_on_host(self._work, self._exchange, since=self._since)
+            else:
+                self._work.wait()
 
 
-def _wait_on_host(work: Any, exchange: Exchange) -> None:
-    started = time.monotonic()
+def _wait_on_host(work: Any, exchange: Exchange, *, since: float) -> None:
     try:
         work.wait(timedelta(seconds=exchange.timeout_s))
     except RuntimeError as error:
-        if time.monotonic() - started >= exchange.timeout_s:
+        if time.monotonic() - since >= exchange.timeout_s:
             raise RuntimeError(_stuck_message(exchange.title, exchange.timeout_s)) from error
         raise RuntimeError(f"rank {dist.get_rank()}: collective '{exchange.title}' failed: {error}") from error
 
@@ -115,7 +122,7 @@ def sum_over_ranks(values: Tensor, exchange: Exchange) -> Tensor:
     """The group's sum, in a tensor of its own. Not differentiable."""
     total = values.clone()
     work = dist.all_reduce(total, group=exchange.group, async_op=True)
-    finish(work, exchange, values.device)
+    Begun(work, exchange, values.device).finish()
     return total
 
 
@@ -126,7 +133,7 @@ def gather_over_ranks(values: Tensor, exchange: Exchange) -> Tensor:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
     # gloo gathers into a flat buffer from a flat tensor only.
     work = gather(found, values.reshape(-1), group=exchange.group, async_op=True)
-    finish(work, exchange, values.device)
+    Begun(work, exchange, values.device).finish()
     return found.view(world, *values.shape)
 
 
@@ -134,7 +141,7 @@ def exchange_counts(counts: Tensor, exchange: Exchange) -> Tensor:
     """Equal all-to-all of an integer ``[W * n]`` tensor: row w goes to rank w; returns what each rank sent."""
     received = torch.empty_like(counts)
     work = dist.all_to_all_single(received, counts, group=exchange.group, async_op=True)
-    finish(work, exchange, counts.device)
+    Begun(work, exchange, counts.device).finish()
     return received
 
 
@@ -155,7 +162,7 @@ class Pending:
         out: Tensor | None = None,
     ) -> None:
         send, recv = list(send), list(recv)
-        self._exchange, self._out = exchange, out
+        self._out = out
         self._dummy_at: int | None = None
         if exchange.self_row_guard and (sum(send) == 0 or sum(recv) == 0):
             own = dist.get_rank(exchange.group)
@@ -166,11 +173,12 @@ class Pending:
             out = None
         self._rows = rows.contiguous()  # held until it has left
         self._received = out if out is not None else rows.new_empty((sum(recv), *rows.shape[1:]))
-        self._work = dist.all_to_all_single(self._received, self._rows, recv, send, group=exchange.group, async_op=True)
+        work = dist.all_to_all_single(self._received, self._rows, recv, send, group=exchange.group, async_op=True)
+        self._begun = Begun(work, exchange, self._rows.device)
 
     def finish(self) -> Tensor:
         """The rows received. Raises RuntimeError naming the exchange when it fails or outlasts its timeout."""
-        finish(self._work, self._exchange, self._rows.device)
+        self._begun.finish()
         del self._rows
         if self._dummy_at is None:
             return self._received

@@ -14,9 +14,41 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels.reference import Activation, ExpertWeights
+from ..kernels.reference import Activation, ExpertWeights, accumulator_dtype
 from ._backend import kernels_for
 from .clock import timed_backward
+
+
+class GradientSums:
+    """Gradients of the experts' weights, added up over the calls of one forward in at least float32.
+
+    Autograd would add them in the weights' own dtype, rounding once for each call. The call whose backward comes last
+    gives autograd the sums, the others nothing; then all begins anew.
+    """
+
+    def __init__(self, num_calls: int) -> None:
+        self.num_calls = num_calls
+        self._num_added = 0
+        self._sums: list[Tensor | None] = []
+
+    def add(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """What the call whose gradients these are gives autograd."""
+        if self.num_calls == 1:
+            return gradients
+        if self._num_added == 0:
+            self._sums = [None if g is None else g.to(accumulator_dtype(g.dtype)) for g in gradients]
+        else:
+            for total, gradient in zip(self._sums, gradients, strict=True):
+                if total is not None and gradient is not None:
+                    total += gradient
+        self._num_added += 1
+        if self._num_added < self.num_calls:
+            return [None] * len(gradients)
+        sums, self._sums, self._num_added = self._sums, [], 0
+        return [
+            None if gradient is None or total is None else total.to(gradient.dtype)
+            for total, gradient in zip(sums, gradients, strict=True)
+        ]
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -30,9 +62,10 @@ class _ExpertMLP(torch.autograd.Function):
         counts: Sequence[int],
         counts_e: Tensor,
         activation: Activation,
+        sums: GradientSums,
         *flat: Tensor,
     ) -> Tensor:
-        ctx.kernels, ctx.timed = kernels_for(x_RD), timed_backward()
+        ctx.kernels, ctx.timed, ctx.sums = kernels_for(x_RD), timed_backward(), sums
         with torch.autocast(x_RD.device.type, enabled=False):
             y_RD, up_MF, gate_MF = ctx.kernels.expert_mlp_forward(
                 x_RD,
@@ -68,7 +101,8 @@ class _ExpertMLP(torch.autograd.Function):
                 up_MF=up_MF,
                 gate_MF=gate_MF,
             )
-        return grad_x_RD, None, None, grad_weights_M, None, None, None, *_flatten(grads, len(ctx.counts))
+            flat_grads = ctx.sums.add(_flatten(grads, len(ctx.counts)))
+        return grad_x_RD, None, None, grad_weights_M, None, None, None, None, *flat_grads
 
 
 def _flatten(experts: ExpertWeights, num_experts: int) -> list[Tensor | None]:
@@ -95,12 +129,16 @@ def expert_mlp(
     *,
     experts: ExpertWeights,
     activation: Activation,
+    sums: GradientSums | None = None,
 ) -> Tensor:
     """``y[r] = sum over m with row_ids[m] == r of down_e(weights[m] * act(up_e(x[r])))``, ``[R, D]`` in x's dtype.
 
     ``counts`` is on the host, ``counts_e`` the same on the device; ``assignments_RK`` lists the assignments of each
-    row (see ``ExpertPlan``). Differentiable in x, in the weights of the assignments and in every expert's weights;
+    row (see ``ExpertPlan``). Calls of one forward, with the same weights, share ``sums``.
+
+    Differentiable in x, in the weights of the assignments and in every expert's weights;
     under autocast everything runs in the inputs' own dtypes.
     """
     flat = _flatten(experts, len(counts))
-    return _ExpertMLP.apply(x_RD, row_ids_M, assignments_RK, weights_M, counts, counts_e, activation, *flat)
+    sums = sums if sums is not None else GradientSums(1)
+    return _ExpertMLP.apply(x_RD, row_ids_M, assignments_RK, weights_M, counts, counts_e, activation, sums, *flat)

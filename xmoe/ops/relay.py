@@ -66,7 +66,9 @@ class _TwoHops:
 
     def __init__(self, plan: DispatchPlan, route: Route, kernels: Any) -> None:
         assert plan.second is None or route.second is not None
-        self.plan, self.route, self.kernels = plan, route, kernels
+        # No more of the plan than backward needs: the graph holds the way.
+        self.first, self.second, self.num_arrived = plan.first, plan.second, plan.num_arrived
+        self.route, self.kernels = route, kernels
         self.num_first = sum(plan.first.recv_splits)
         self.pending: Pending | None = None
         self.rows: Tensor | None = None
@@ -82,19 +84,19 @@ class Outward(_TwoHops):
 
     @property
     def stages(self) -> Stages:
-        return [self.leave, *([self.pass_on] if self.plan.second is not None else []), self.arrive]
+        return [self.leave, *([self.pass_on] if self.second is not None else []), self.arrive]
 
     def leave(self, x_TD: Tensor) -> Tensor:
-        hop = self.plan.first
+        hop = self.first
         copies = self.kernels.gather_rows(x_TD, hop.slot_ids_N, hop.places_TK.shape[1])
-        self.rows = x_TD.new_empty((self.plan.num_arrived, x_TD.shape[1]))
+        self.rows = x_TD.new_empty((self.num_arrived, x_TD.shape[1]))
         self.pending = Pending(
             copies, hop.send_splits, hop.recv_splits, exchange=self.route.first, out=self.rows[: self.num_first]
         )
         return x_TD
 
     def pass_on(self, between: Tensor) -> Tensor:
-        hop, rows = self.plan.second, self.rows
+        hop, rows = self.second, self.rows
         assert hop is not None
         assert rows is not None
         assert self.route.second is not None
@@ -117,10 +119,10 @@ class Homeward(_TwoHops):
 
     @property
     def stages(self) -> Stages:
-        return [self.turn, *([self.sum_by_node] if self.plan.second is not None else []), self.sum_by_token]
+        return [self.turn, *([self.sum_by_node] if self.second is not None else []), self.sum_by_token]
 
     def turn(self, y_RD: Tensor) -> Tensor:
-        hop = self.plan.second
+        hop = self.second
         if hop is None:
             self._back_to_source(y_RD)
             return y_RD
@@ -140,16 +142,16 @@ class Homeward(_TwoHops):
         self.end_exchange()
         results, self.rows = self.rows, None
         assert results is not None
-        assert self.plan.second is not None
-        self._back_to_source(self.kernels.combine_rows(results, self.plan.second.places_TK))
+        assert self.second is not None
+        self._back_to_source(self.kernels.combine_rows(results, self.second.places_TK))
         return between
 
     def sum_by_token(self, between: Tensor) -> Tensor:
-        home_TD: Tensor = self.kernels.combine_rows(self.end_exchange(), self.plan.first.places_TK)
+        home_TD: Tensor = self.kernels.combine_rows(self.end_exchange(), self.first.places_TK)
         return home_TD
 
     def _back_to_source(self, rows: Tensor) -> None:
-        hop = self.plan.first
+        hop = self.first
         self.pending = Pending(rows, hop.recv_splits, hop.send_splits, exchange=self.route.first)
 
 
@@ -158,6 +160,7 @@ class Straight:
 
     def __init__(self, send: list[int], recv: list[int], exchange: Exchange) -> None:
         self.send, self.recv, self.exchange = send, recv, exchange
+        self.pending: Pending | None = None
 
     @property
     def stages(self) -> Stages:
@@ -168,7 +171,9 @@ class Straight:
         return rows
 
     def arrive(self, between: Tensor) -> Tensor:
-        return self.pending.finish()
+        pending, self.pending = self.pending, None
+        assert pending is not None
+        return pending.finish()
 
 
 class _Stage(torch.autograd.Function):

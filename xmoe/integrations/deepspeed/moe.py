@@ -201,6 +201,8 @@ class MoE(native_layer.MoE):
         expert_init: Callable[[nn.Module, int], None] | None = None,
         dispatch: Literal["auto", "local", "flat", "gpu", "node", "node+gpu"] | None = None,
         ranks_per_node: int | None = None,
+        overlap_chunks: int | None = None,
+        stage_times: bool | None = None,
         sequence_shard: bool | None = None,
         kernels: KernelChoice | None = None,
         strict_compat: bool | None = None,
@@ -250,6 +252,7 @@ class MoE(native_layer.MoE):
             shared_gate=shared_gate,
         )
         self.deepspeed_moe.kernels = self._config.kernels
+        self.deepspeed_moe.clock.enabled = self._config.stage_times
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)
@@ -273,6 +276,7 @@ class MoE(native_layer.MoE):
         self._config = self._merged(config)
         self.deepspeed_moe.gate.configure(self._settings())
         self.deepspeed_moe.kernels = self._config.kernels
+        self.deepspeed_moe.clock.enabled = self._config.stage_times
         if self._config.kernels == "triton":
             reason = why_not_triton(device_type=get_accelerator().device_name())
             if reason is not None:
@@ -353,7 +357,6 @@ class MoE(native_layer.MoE):
             same_tokens = replace(exchange, group=bwc_tensor_model_parallel_group(groups.mpu))
             dispatcher = SharedTokens(dispatcher, same_tokens)
         self.deepspeed_moe.set_dispatcher(dispatcher)
-        self.deepspeed_moe.clock.enabled = config.stage_times
         self.deepspeed_moe.set_sequence_shard(shard_of(self, exchange) if self.shards_sequence else None)
 
 

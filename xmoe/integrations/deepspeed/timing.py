@@ -5,6 +5,7 @@
     1st_a2a   ``layer.time_falltoall``   exchange of counts and dispatch, with the wait for slower ranks
     2nd_a2a   ``layer.time_salltoall``   combine, with the same wait
 
+What was computed while an exchange was under way (shared experts, other chunks' experts) counts for neither.
 Milliseconds of forward. DeepSpeed's layers add them up from the start of the run, and so do these under plain
 ``deepspeed.initialize``; :func:`start_times_with_each_log` makes them those of a step, as the times beside them are.
 """

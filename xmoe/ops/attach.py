@@ -1,0 +1,30 @@
+"""A result that backward passes through, whatever it was computed from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.num_inputs = len(inputs)
+        return result.view_as(result)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *([None] * ctx.num_inputs)
+
+
+def attach(result: Tensor, *inputs: Tensor) -> Tensor:
+    """``result``, whose backward reaches the nodes of ``inputs`` also where they had no part in it.
+
+    An exchange in backward is begun by every rank of a group, or the others wait for one another: a rank whose experts
+    made nothing of their rows, having got none, must come by it as well. Adds nothing to the gradients.
+    """
+    return _Attach.apply(result, *inputs)
