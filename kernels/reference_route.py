@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .reference_plan import count_ids
 from .reference_route_messages import MessageStarts
 
 # How far each round follows. The first one overshoots, since the tokens of a GPU that have no other choice do not
@@ -120,40 +119,38 @@ def choose_pilots(rank_KT: Tensor, ranks: RankMap) -> Tensor:
 
     Example: ranks [[2], [3], [0]], nodes of two ranks, own node 0: both remote slots get 2, or both get 3.
     """
-    num_ranks, (top_k, num_tokens) = ranks.num_ranks, rank_KT.shape
+    top_k, num_tokens = rank_KT.shape
     node_KT = ranks.node_of_rank_W1[rank_KT]
-    is_remote_KT = (rank_KT < num_ranks) & (node_KT != ranks.own_node)
+    is_remote_KT = (rank_KT < ranks.num_ranks) & (node_KT != ranks.own_node)
     together_KKT = (node_KT[:, None] == node_KT) & is_remote_KT
     earlier_KK1 = _earlier_slots(top_k, rank_KT.device)
     before_KKT = together_KKT & earlier_KK1
-    is_first_KT = ((rank_KT[:, None] == rank_KT) & earlier_KK1).sum(dim=1) == 0
-    is_candidate_KT = is_remote_KT & is_first_KT
+    repeats_KT = ((rank_KT[:, None] == rank_KT) & earlier_KK1).any(dim=1)
+    is_candidate_KT = is_remote_KT & ~repeats_KT
+    candidate_KT = torch.where(is_candidate_KT, rank_KT, 0).long()
     dial_T = torch.arange(num_tokens, device=rank_KT.device) * GOLDEN % 2**BITS
 
-    def draw(weight_W1: Tensor) -> Tensor:
-        weight_KT = torch.where(is_candidate_KT, weight_W1[rank_KT], 0)
-        before_KT = (before_KKT * weight_KT).sum(dim=1)
-        point_KT = dial_T * (together_KKT * weight_KT).sum(dim=1) >> BITS
+    def draw(weight_W: Tensor) -> Tensor:
+        weight_KT = weight_W.to(torch.int32)[candidate_KT] * is_candidate_KT
+        before_KT = (before_KKT * weight_KT).sum(dim=1, dtype=torch.int32)
+        point_KT = dial_T * (together_KKT * weight_KT).sum(dim=1, dtype=torch.int32) >> BITS
         return is_candidate_KT & (before_KT <= point_KT) & (point_KT < before_KT + weight_KT)
 
-    weight_W1 = torch.full_like(ranks.node_of_rank_W1, FIRST_WEIGHT)
-    chosen_KT = draw(weight_W1)
+    weight_W = torch.full_like(ranks.node_of_rank_W1[:-1], FIRST_WEIGHT)
+    chosen_KT = draw(weight_W)
     for power in POWERS:
-        load_W = count_ids(torch.where(chosen_KT, rank_KT, -1), num_ranks)
-        weight_W1 = _follow(weight_W1, load_W, ranks.node_of_rank_W1, power=power)
-        chosen_KT = draw(weight_W1)
+        load_W = torch.zeros_like(weight_W).scatter_add_(0, candidate_KT.view(-1), chosen_KT.view(-1).long())
+        weight_W = _follow(weight_W, load_W, ranks, power=power)
+        chosen_KT = draw(weight_W)
     pilot_KT = (together_KKT * torch.where(chosen_KT, rank_KT, 0)).sum(dim=1, dtype=torch.int32)
     return torch.where(is_remote_KT, pilot_KT, rank_KT)
 
 
-def _follow(weight_W1: Tensor, load_W: Tensor, node_of_rank_W1: Tensor, *, power: int) -> Tensor:
+def _follow(weight_W: Tensor, load_W: Tensor, ranks: RankMap, *, power: int) -> Tensor:
     """Weights times their node's mean load over their own: who got more than its share draws less."""
-    node_of_rank_W = node_of_rank_W1[:-1]
-    load_of_node = torch.zeros_like(weight_W1).scatter_add_(0, node_of_rank_W, load_W)
-    ranks_of_node = torch.zeros_like(weight_W1).scatter_add_(0, node_of_rank_W, torch.ones_like(load_W))
-    mean_W = load_of_node[node_of_rank_W] // ranks_of_node[node_of_rank_W]
-    weight_W = weight_W1[:-1] * (mean_W + 1) ** power // (load_W + 1) ** power
-    return torch.cat([weight_W.clamp(1, MAX_WEIGHT), weight_W1[-1:]])
+    mean_W = load_W[ranks.neighbours_WP].sum(dim=1) // ranks.num_places
+    weight_W = weight_W * (mean_W + 1) ** power // (load_W + 1) ** power
+    return weight_W.clamp_(1, MAX_WEIGHT)
 
 
 def share_rows(rank_KT: Tensor, hop_KT: Tensor, ranks: RankMap) -> SharedRows:

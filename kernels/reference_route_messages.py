@@ -72,16 +72,19 @@ def _before(counts: Tensor) -> Tensor:
 def message_starts(message_WC: Tensor, *, num_places: int) -> MessageStarts:
     """Where what the messages count begins: see :class:`MessageStarts`."""
     first_W1, passed_on_WP, second_WP, assigned_We = _parts(message_WC, num_places)
-    rows_WQ = torch.cat([first_W1, second_WP], dim=1)
-    own_WQ, lying_WQ = rows_WQ.cumsum(1) - rows_WQ, _before(rows_WQ.t()).t()
-    by_rank = [own_WQ[:, :1], _before(passed_on_WP), own_WQ[:, 1:], _before(assigned_We)]
-    by_column = [lying_WQ[:, :1], _before(passed_on_WP.t()).t(), lying_WQ[:, 1:], _before(assigned_We.t()).t()]
-    references_W2 = _before(torch.stack([passed_on_WP.sum(dim=1), assigned_We.sum(dim=1)], dim=1))
+    of_references_W2 = torch.stack([passed_on_WP.sum(dim=1), assigned_We.sum(dim=1)], dim=1)
+    if num_places:
+        rows_WQ = torch.cat([first_W1, second_WP], dim=1)
+        own_WQ, lying_WQ = rows_WQ.cumsum(1) - rows_WQ, _before(rows_WQ.t()).t()
+        by_rank = [own_WQ[:, :1], _before(passed_on_WP), own_WQ[:, 1:]]
+        by_column = [lying_WQ[:, :1], _before(passed_on_WP.t()).t(), lying_WQ[:, 1:]]
+    else:
+        by_rank, by_column = [torch.zeros_like(first_W1)], [_before(first_W1)]
     return MessageStarts(
         num_places=num_places,
-        by_rank_WC=torch.cat(by_rank, dim=1).to(torch.int32),
-        by_column_WC=torch.cat(by_column, dim=1).to(torch.int32),
-        references_W2=references_W2.to(torch.int32),
+        by_rank_WC=torch.cat([*by_rank, _before(assigned_We)], dim=1).to(torch.int32),
+        by_column_WC=torch.cat([*by_column, _before(assigned_We.t()).t()], dim=1).to(torch.int32),
+        references_W2=_before(of_references_W2).to(torch.int32),
         totals_C=message_WC.sum(dim=0),
     )
 

@@ -49,30 +49,52 @@ def buffers_of(routings):
     return [permute(routing, decide=fresh_decisions())[0] for routing in routings]
 
 
-def plans_of(buffers, layout, levels):
+def plans_of(buffers, layout, levels, kernels=reference):
     """The plan of every rank."""
+    (plans,) = plans_of_chunks([buffers], layout, levels, kernels)
+    return plans
+
+
+def plans_of_chunks(chunks, layout, levels, kernels=reference):
+    """The plans of every rank, by chunk; ``chunks`` has the buffers of every rank."""
     ranks = range(layout.num_ranks)
     wheres = [
         Where.of(layout, rank, per_gpu="gpu" in levels, per_node="node" in levels, device=torch.device("cpu"))
         for rank in ranks
     ]
-    departures = [depart(buffer, where, reference) for buffer, where in zip(buffers, wheres, strict=True)]
-    messages = torch.stack([message_of(*pair) for pair in zip(departures, wheres, strict=True)])
-    arrivals = [Arrivals.of(messages[:, rank], wheres[rank]) for rank in ranks]
-    sizes = [read_sizes([d], [a])[0] for d, a in zip(departures, arrivals, strict=True)]
-    sent = [references_of([d], [s]) for d, s in zip(departures, sizes, strict=True)]
-    received = exchange(sent, [s.references_sent for s in sizes], [s.references_received for s in sizes])
-    return [
-        arrive(
-            departures[rank],
-            arrivals[rank],
-            references_by_chunk(received[rank], [arrivals[rank]], [sizes[rank]])[0],
-            sizes[rank],
-            where=wheres[rank],
-            top_k=buffers[rank].top_k,
-        )
-        for rank in ranks
+    departures = [[depart(buffers[rank], wheres[rank], kernels) for buffers in chunks] for rank in ranks]
+    messages = torch.stack(
+        [torch.cat([message_of(one, wheres[rank]) for one in departures[rank]], dim=1) for rank in ranks]
+    )
+    arrivals = [
+        [Arrivals.of(part, wheres[rank]) for part in messages[:, rank].chunk(len(chunks), dim=1)] for rank in ranks
     ]
+    sizes = [read_sizes(departures[rank], arrivals[rank]) for rank in ranks]
+    sent = [references_of(departures[rank], sizes[rank]) for rank in ranks]
+    received = exchange(
+        sent,
+        [_summed([size.references_sent for size in sizes[rank]]) for rank in ranks],
+        [_summed([size.references_received for size in sizes[rank]]) for rank in ranks],
+    )
+    references = [references_by_chunk(received[rank], arrivals[rank], sizes[rank]) for rank in ranks]
+    return [
+        [
+            arrive(
+                departures[rank][chunk],
+                arrivals[rank][chunk],
+                references[rank][chunk],
+                sizes[rank][chunk],
+                where=wheres[rank],
+                top_k=buffers[rank].top_k,
+            )
+            for rank in ranks
+        ]
+        for chunk, buffers in enumerate(chunks)
+    ]
+
+
+def _summed(lists):
+    return [sum(numbers) for numbers in zip(*lists, strict=True)]
 
 
 def exchange(rows, send, recv):

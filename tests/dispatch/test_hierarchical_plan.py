@@ -1,6 +1,7 @@
 """Plans of hierarchical dispatch: all ranks' at once, against loops over their routings. No processes."""
 
 import random
+from dataclasses import fields, is_dataclass
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hierarchy import (
     bring_home,
     buffers_of,
     plans_of,
+    plans_of_chunks,
     routing_of,
     send_outward,
     wanted_assignments,
@@ -16,6 +18,7 @@ from hierarchy import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from xmoe.dispatch.blocks import transpose_blocks
 from xmoe.dispatch.hierarchical_plan import (
@@ -24,13 +27,13 @@ from xmoe.dispatch.hierarchical_plan import (
     Where,
     arrive,
     depart,
-    experts_of_slots,
     message_of,
     read_sizes,
     references_by_chunk,
     references_of,
 )
-from xmoe.kernels import reference
+from xmoe.kernels import reference, triton_kernels
+from xmoe.kernels.launch import counting, recording
 from xmoe.testing import check_assignments
 from xmoe.topology import NodeLayout
 from xmoe.types import TokenBuffer
@@ -166,10 +169,12 @@ def test_random_topologies(num_nodes, ranks_per_node, num_local, levels, kind, s
     check(routings, layout, levels, num_local)
 
 
-def test_experts_of_slots_undo_the_sort():
+def test_ranks_of_slots_undo_the_sort():
     routing = routing_of(17, 6, 3, "dropped", 0)
-    ids = routing.topk_ids_TK.long()
-    assert torch.equal(experts_of_slots(buffers_of([routing])[0]), torch.where(ids < 0, 6, ids))
+    buffer, ids_KT = buffers_of([routing])[0], routing.topk_ids_TK.t()
+    for num_ranks in (1, 2, 6):
+        found = reference.ranks_of_slots(buffer.slot_ids_S, buffer.tokens_per_expert_E, num_ranks=num_ranks, top_k=3)
+        assert torch.equal(found, torch.where(ids_KT < 0, num_ranks, ids_KT // (6 // num_ranks)))
 
 
 def test_plans_are_the_same_in_every_run():
@@ -182,9 +187,21 @@ def test_plans_are_the_same_in_every_run():
             assert torch.equal(hop.places_TK, other.places_TK)
 
 
-@pytest.mark.parametrize("levels", LEVELS)
-def test_the_plan_needs_no_value_of_the_device(levels):
-    """On tensors without values: whatever reads one, or takes its size from one, raises."""
+class Operations(TorchDispatchMode):
+    """Counts operators of torch that start a kernel on a device: all but views and allocations."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view and "empty" not in function.name():
+            self.found.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def meta_plan(levels, kernels):
+    """A plan on tensors without values: whatever reads one, or takes its size from one, raises."""
     layout = NodeLayout.from_hosts([0, 0, 1, 1])
     where = Where.of(layout, 1, per_gpu="gpu" in levels, per_node="node" in levels, device=torch.device("meta"))
     slots = torch.empty(7 * 3, dtype=torch.int32, device="meta")
@@ -196,10 +213,6 @@ def test_the_plan_needs_no_value_of_the_device(levels):
         num_tokens=7,
         top_k=3,
     )
-    departure = depart(buffer, where, reference)
-    arrivals = Arrivals.of(message_of(departure, where), where)
-    with pytest.raises(NotImplementedError):
-        read_sizes([departure], [arrivals])  # the one that does
     second = [3, 2] if where.num_places else []
     sizes = Sizes(
         first_sent=[4, 3, 2, 1],
@@ -212,11 +225,65 @@ def test_the_plan_needs_no_value_of_the_device(levels):
         references_received=[6, 4, 6, 4 + sum(second)],
         tokens_e=[11, 9],
     )
-    assert references_of([departure], [sizes]).shape == (24,)
     received = torch.empty(sum(sizes.references_received), dtype=torch.int32, device="meta")
-    (references,) = references_by_chunk(received, [arrivals], [sizes])
-    plan = arrive(departure, arrivals, references, sizes, where=where, top_k=3)
+    with Operations() as operations:
+        departure = depart(buffer, where, kernels)
+        arrivals = Arrivals.of(message_of(departure, where), where)
+        with pytest.raises(NotImplementedError):
+            read_sizes([departure], [arrivals])  # the one that does
+        assert references_of([departure], [sizes]).shape == (24,)
+        (references,) = references_by_chunk(received, [arrivals], [sizes])
+        plan = arrive(departure, arrivals, references, sizes, where=where, top_k=3)
     assert plan.assignments_RK.shape == (8 + sum(second), 2)
+    return operations.found
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+def test_the_plan_needs_no_value_of_the_device(levels):
+    assert len(meta_plan(levels, reference)) > 50
+
+
+@pytest.mark.parametrize(("levels", "expected"), [("gpu", 14), ("node", 29), ("node+gpu", 29)])
+def test_a_plan_on_a_device_is_few_launches(levels, expected):
+    with recording("gfx90a") as launches:
+        operations = meta_plan(levels, triton_kernels)
+    assert len(launches) + len(operations) == expected, (launches, operations)
+    assert set(operations) == {"aten::full", "aten::_to_copy"}  # what is none, and the one sync
+
+
+@pytest.mark.parametrize(("nodes", "levels", "kind"), [("2x2", "node+gpu", "skewed"), ("4x2", "node", "dropped")])
+def test_a_plan_by_the_kernels_is_that_of_the_twins(nodes, levels, kind):
+    """In Triton's interpreter, all ranks' plans, of uneven numbers of tokens and of none."""
+    layout = NodeLayout.from_hosts(LAYOUTS[nodes])
+    buffers = buffers_of(routings_of(UNEVEN[: layout.num_ranks], 2 * layout.num_ranks, 3, kind))
+    expected = plans_of(buffers, layout, levels)
+    with counting() as launches:
+        found = plans_of(buffers, layout, levels, triton_kernels)
+    assert launches["draw_pilots"] == 5 * layout.num_ranks
+    for plan, wanted in zip(found, expected, strict=True):
+        assert_same_plan(plan, wanted)
+
+
+def assert_same_plan(plan, wanted):
+    for field in fields(wanted):
+        found, expected = getattr(plan, field.name), getattr(wanted, field.name)
+        if isinstance(expected, torch.Tensor):
+            assert found.dtype == expected.dtype, field.name
+            assert torch.equal(found, expected), field.name
+        elif is_dataclass(expected):
+            assert_same_plan(found, expected)
+        else:
+            assert found == expected, field.name
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+def test_chunks_planned_together_have_the_plans_that_they_have_alone(levels):
+    layout = NodeLayout.from_hosts(LAYOUTS["2x2"])
+    chunks = [buffers_of(routings_of(tokens, 8, 3, "dropped")) for tokens in ([4, 0, 7, 2], [3, 3, 0, 5], [0, 6, 1, 2])]
+    together = plans_of_chunks(chunks, layout, levels)
+    for chunk, plans in zip(chunks, together, strict=True):
+        for plan, wanted in zip(plans, plans_of(chunk, layout, levels), strict=True):
+            assert_same_plan(plan, wanted)
 
 
 def test_a_small_plan_in_numbers():

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hierarchy import buffers_of, plans_of, routing_of
 
-from xmoe.dispatch.hierarchical import traffic_of
-from xmoe.dispatch.pilots import choose_pilots
+from xmoe.dispatch.hierarchical_plan import Where
+from xmoe.dispatch.relayed import traffic_of
 from xmoe.kernels import reference
 from xmoe.topology import NodeLayout
 from xmoe.types import Traffic
@@ -18,7 +18,7 @@ def total_traffic(num_nodes, ranks_per_node, *, num_experts, k, levels, tokens=6
     layout = NodeLayout.from_ranks_per_node(range(num_nodes * ranks_per_node), ranks_per_node)
     routings = [routing_of(tokens, num_experts, k, "random", rank) for rank in range(layout.num_ranks)]
     plans = plans_of(buffers_of(routings), layout, levels)
-    return sum((traffic_of(plan, layout, rank) for rank, plan in enumerate(plans)), start=Traffic())
+    return sum((traffic_of(plan, layout.nodes, rank) for rank, plan in enumerate(plans)), start=Traffic())
 
 
 def closed_form(num_targets, *, num_experts, k):
@@ -64,7 +64,9 @@ def test_flat_redundancy_is_none():
 
 
 def loads_of(rank_TK, node_of_rank, own_node):
-    pilot_KT = choose_pilots(rank_TK.t(), torch.tensor(node_of_rank), own_node=own_node, kernels=reference)
+    layout, rank = NodeLayout(nodes=tuple(node_of_rank[:-1])), node_of_rank.index(own_node)
+    where = Where.of(layout, rank, per_gpu=True, per_node=True, device=torch.device("cpu"))
+    pilot_KT = reference.choose_pilots(rank_TK.t().int().contiguous(), where)
     pilot_TK = pilot_KT.t()
     pairs = {(token, rank) for token, ranks in enumerate(pilot_TK.tolist()) for rank in ranks}
     num_ranks = len(node_of_rank) - 1

@@ -92,6 +92,11 @@ class RouteProblem:
     def num_copies(self) -> int:
         return int(self.message[:, 1 : 1 + self.ranks.num_places].sum())
 
+    @property
+    def num_rows(self) -> int:
+        num_places = self.ranks.num_places
+        return int(self.message[:, 0].sum() + self.message[:, 1 + num_places : 1 + 2 * num_places].sum())
+
     # What the twins find on the host.
 
     @cached_property
@@ -183,7 +188,7 @@ class RouteProblem:
         kernels.pack_references(references_N, self.place(passed_on_N), self.place(served_N), self._starts(), begins_W2)
         return references_N
 
-    def _inbox(self) -> Inbox:
+    def inbox(self) -> Inbox:
         return Inbox(
             message_WC=self.place(self.message),
             starts=self._starts(),
@@ -192,18 +197,16 @@ class RouteProblem:
         )
 
     def take_assignments(self, kernels: Any) -> tuple[Tensor, Tensor, Tensor]:
-        num_places = self.ranks.num_places
-        num_rows = int(self.message[:, 0].sum() + self.message[:, 1 + num_places : 1 + 2 * num_places].sum())
         return kernels.take_assignments(
-            self._inbox(),
+            self.inbox(),
             width=self.ranks.serving_width(self.top_k, self.num_local),
-            num_rows=num_rows,
+            num_rows=self.num_rows,
             num_assigned=self.num_assigned,
         )
 
     def take_copies(self, kernels: Any) -> tuple[Tensor, Tensor]:
         return kernels.take_copies(
-            self._inbox(),
+            self.inbox(),
             width=self.ranks.passing_width(self.top_k),
             num_first=int(self.message[:, 0].sum()),
             num_copies=self.num_copies,

@@ -23,36 +23,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from ..kernels.reference import Inbox, MessageStarts, RankMap, Routes
 from ..topology import NodeLayout
 from ..types import DispatchPlan, Hop, TokenBuffer
-from .blocks import transpose_blocks
-from .pilots import choose_pilots, earlier_slots
 
 
-@dataclass(frozen=True, kw_only=True)
-class Where:
-    """A rank's place in its group, and how slots share rows. Index tensors lie on the layer's device.
-
-    ``per_gpu``            slots of a token whose experts share a GPU share a row
-    ``per_node``           slots of a token whose experts share a remote node share a row as far as that node
-    ``num_ranks``          W
-    ``num_places``         P, the ranks of a node among whom rows are passed on; 0 where there is no second hop
-    ``own_node``           this rank's node
-    ``node_of_rank_W1``    node of each rank, and G for rank W, which is none
-    ``place_of_rank_W1``   place of each rank among those of its node, 0 for rank W
-    ``neighbours_WP``      the ranks of each rank's node, by place
-    """
-
-    per_gpu: bool
-    per_node: bool
-    num_ranks: int
-    num_places: int
-    own_node: int
-    node_of_rank_W1: Tensor
-    place_of_rank_W1: Tensor
-    neighbours_WP: Tensor
+class Where(RankMap):
+    """A rank's place in its group, and how slots share rows. Index tensors lie on the layer's device."""
 
     @classmethod
     def of(cls, layout: NodeLayout, rank: int, *, per_gpu: bool, per_node: bool, device: torch.device) -> Where:
@@ -73,45 +51,47 @@ class Where:
             neighbours_WP=tensor(neighbours).view(layout.num_ranks, num_places),
         )
 
-    def serving_width(self, top_k: int, num_local: int) -> int:
-        """The most assignments a row can have on its last rank."""
-        return min(top_k, num_local) if self.per_gpu or self.per_node else 1
-
-    def passing_width(self, top_k: int) -> int:
-        """The most ranks' or experts' results that can sum to one row on its pilot, the pilot's own counted as one."""
-        return min(top_k, self.num_places) if self.per_gpu else top_k
-
 
 @dataclass(frozen=True, kw_only=True)
 class Departure:
-    """This rank's tokens before anything of them is known on the host.
+    """A chunk of this rank's tokens before anything of them is known on the host.
 
+    ``kernels``       made the plan so far, and go on
+    ``message_WC``    int64; what each rank must know of the tokens, and ``starts`` where what it counts begins
     ``slot_ids_S``    int32; the first slot of each row of the first hop, in the rows' order; then all other slots
     ``places_S``      int32; its inverse
-    ``passed_on_S``   int32; for each row of the second hop, by pilot, then rank: ``row * width + n``, ``row`` being
-                      its place among the rows this rank sends that pilot, n >= 1 its place among that row's copies
-    ``served_S``      int32; for each assignment, by expert, then slot: ``row * width + n``, ``row`` being its row's
-                      place among those of this rank's tokens that reach its rank, n >= 0 its place in that row
-    ``first_W``       int64; rows of the first hop to each rank
-    ``second_WP``     int64; rows of the second hop from each rank to each place of its node
-    ``assigned_We``   int64; assignments of each expert
+    ``passed_on_S``, ``served_S``  int32; the references of the rows of the second hop and of the assignments, both by
+                      rank (``xmoe.kernels.reference.row_references``); nothing after the last of them
     """
 
+    kernels: Any
+    message_WC: Tensor
+    starts: MessageStarts
     slot_ids_S: Tensor
     places_S: Tensor
     passed_on_S: Tensor
     served_S: Tensor
-    first_W: Tensor
-    second_WP: Tensor
-    assigned_We: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrivals:
+    """The peers' messages of a chunk, ``message_WC`` by source; ``num_places`` is P."""
+
+    message_WC: Tensor
+    num_places: int
+
+    @classmethod
+    def of(cls, message_WC: Tensor, where: Where) -> Arrivals:
+        return cls(message_WC=message_WC, num_places=where.num_places)
 
 
 @dataclass(frozen=True, kw_only=True)
 class References:
-    """int64, by source, of the rows and assignments of :class:`Arrivals`: ``passed_on_S`` and ``served_S`` there."""
+    """``references_N`` of all chunks, by source, then chunk; ``others_W1`` how many of other chunks lie before those of
+    this one from each source, 0 where there is one chunk."""
 
-    passed_on_N: Tensor
-    served_M: Tensor
+    references_N: Tensor
+    others_W1: Tensor | int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,211 +113,128 @@ class Sizes:
     tokens_e: list[int]
 
 
-def experts_of_slots(buffer: TokenBuffer) -> Tensor:
-    """int64 ``[T, K]``: the expert of each slot, E where it has none."""
-    ends_E = buffer.tokens_per_expert_E.cumsum(0)
-    order_S = torch.arange(buffer.places_S.numel(), device=ends_E.device)
-    expert_S = torch.searchsorted(ends_E, order_S, right=True)
-    return expert_S[buffer.places_S].view(buffer.num_tokens, buffer.top_k)
-
-
 def depart(buffer: TokenBuffer, where: Where, kernels: Any) -> Departure:
-    """The route of every slot. ``kernels`` (``xmoe.kernels``, either form) counts and sorts."""
-    top_k, assigned_We = buffer.top_k, buffer.tokens_per_expert_E.view(where.num_ranks, -1)
-    # Tokens last: a token's slots are compared with each other along memory.
-    rank_KT = (experts_of_slots(buffer) // assigned_We.shape[1]).t().contiguous()
-    hop_KT = rank_KT
-    if where.per_node:
-        hop_KT = choose_pilots(rank_KT, where.node_of_rank_W1, own_node=where.own_node, kernels=kernels)
-    kept_KT = rank_KT < where.num_ranks
-    remote_KT = kept_KT & (where.node_of_rank_W1[rank_KT] != where.own_node)
-    second_KT = rank_KT != hop_KT
-    earlier_KK1 = earlier_slots(top_k, rank_KT.device)
-
-    # Whether slot k shares its first row, its second row, its last row with slot j of its token: [k, j, T].
-    same_hop_KKT = hop_KT[:, None] == hop_KT
-    first_KKT = (kept_KT if where.per_gpu else remote_KT & where.per_node)[:, None] & same_hop_KKT
-    second_KKT = second_KT[:, None] & second_KT & (rank_KT[:, None] == rank_KT) & where.per_gpu
-    last_KKT = torch.where(second_KT[:, None], second_KKT, first_KKT & ~second_KT)
-
-    first = _Rows.of(first_KKT & earlier_KK1, kept_KT, hop_KT, where.num_ranks, kernels)
-    way_KT = hop_KT * where.num_places + where.place_of_rank_W1[rank_KT]
-    second = _Rows.of(second_KKT & earlier_KK1, second_KT, way_KT, where.num_ranks * where.num_places, kernels)
-    second_WP = second.counts.view(where.num_ranks, where.num_places)
-    row_KT = first.ref_KT
+    """The route of every slot. ``kernels`` are ``xmoe.kernels``, either form."""
+    tokens_per_expert_E, num_ranks = buffer.tokens_per_expert_E, where.num_ranks
+    num_local = tokens_per_expert_E.numel() // num_ranks
+    rank_KT = kernels.ranks_of_slots(buffer.slot_ids_S, tokens_per_expert_E, num_ranks=num_ranks, top_k=buffer.top_k)
+    hop_KT = kernels.choose_pilots(rank_KT, where) if where.num_places else rank_KT
+    shared = kernels.share_rows(rank_KT, hop_KT, where)
+    slot_ids_S, places_S, first_W = kernels.sort_and_count(shared.first_ids_TK, num_ranks)
+    second_places_S, second_L = places_S, first_W[:0]
     if where.num_places:
-        # A rank numbers the rows of one source: those of the first hop, then those each neighbour passes on.
-        blocks_WQ = torch.cat([first.counts[:, None], _received(second_WP, where)], dim=1)
-        before_WQ = pad(blocks_WQ.cumsum(1), (0, 0, 0, 1))
-        before_KT = before_WQ[rank_KT, where.place_of_rank_W1[hop_KT]]
-        row_KT = torch.where(second_KT, before_KT + second.ref_KT, row_KT)
-    served_KT = row_KT * where.serving_width(top_k, assigned_We.shape[1]) + (last_KKT & earlier_KK1).sum(dim=1)
-    copy_KT = 1 + (second.leads_KT & same_hop_KKT & earlier_KK1).sum(dim=1)
-    passed_on_KT = first.ref_KT * where.passing_width(top_k) + copy_KT
+        _, second_places_S, second_L = kernels.sort_and_count(shared.second_ids_TK, num_ranks * where.num_places)
+    message_WC = kernels.route_message(first_W, second_L, tokens_per_expert_E, where)
+    starts = kernels.message_starts(message_WC, num_places=where.num_places)
+    routes = Routes(
+        rank_KT=rank_KT,
+        hop_KT=hop_KT,
+        shared=shared,
+        places_S=buffer.places_S,
+        first_places_S=places_S,
+        second_places_S=second_places_S,
+    )
+    passed_on_S, served_S = kernels.row_references(routes, starts, where, num_local=num_local)
     return Departure(
-        slot_ids_S=first.slot_ids_S,
-        places_S=first.places_S,
-        passed_on_S=passed_on_KT.t().reshape(-1)[second.slot_ids_S].to(torch.int32),
-        served_S=served_KT.t().reshape(-1)[buffer.slot_ids_S].to(torch.int32),
-        first_W=first.counts,
-        second_WP=second_WP,
-        assigned_We=assigned_We,
+        kernels=kernels,
+        message_WC=message_WC,
+        starts=starts,
+        slot_ids_S=slot_ids_S,
+        places_S=places_S,
+        passed_on_S=passed_on_S,
+        served_S=served_S,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rows:
-    """Rows of one hop: one for each set of slots that share one, led by the first of them.
-
-    ``slot_ids_S``, ``places_S``  leaders by way, then slot, then all other slots; and the inverse
-    ``counts``    rows of each way; ``ref_KT`` place of a slot's row among those of its way
-    """
-
-    leads_KT: Tensor
-    slot_ids_S: Tensor
-    places_S: Tensor
-    counts: Tensor
-    ref_KT: Tensor
-
-    @classmethod
-    def of(cls, follows_KKT: Tensor, has_row_KT: Tensor, way_KT: Tensor, num_ways: int, kernels: Any) -> _Rows:
-        """``follows_KKT``: whether slot k shares its row with slot j before it."""
-        slots_K1 = torch.arange(way_KT.shape[0], device=way_KT.device)[:, None]
-        # Sums, as torch reduces sums along this dimension ten times faster on a CPU than minima.
-        is_first_KT = follows_KKT.sum(dim=1) == 0
-        leader_KT = torch.where(is_first_KT, slots_K1, ((follows_KKT & is_first_KT) * slots_K1).sum(dim=1))
-        leads_KT = has_row_KT & is_first_KT
-        if not num_ways:
-            zeros_KT = torch.zeros_like(way_KT)
-            order_S = torch.arange(way_KT.numel(), dtype=torch.int32, device=way_KT.device)
-            return cls(
-                leads_KT=leads_KT, slot_ids_S=order_S, places_S=order_S, counts=zeros_KT.new_empty(0), ref_KT=zeros_KT
-            )
-        ids_TK = torch.where(leads_KT, way_KT, -1).t().to(torch.int32).contiguous()
-        slot_ids_S, places_S = kernels.sort_slots(ids_TK, num_ways)
-        counts = kernels.count_ids(ids_TK, num_ways)
-        starts = counts.cumsum(0) - counts
-        # A slot without a row may have any way: its entry means nothing.
-        start_KT = starts[torch.where(has_row_KT, way_KT, 0)]
-        ref_KT = places_S.view_as(ids_TK).t().long().gather(0, leader_KT) - start_KT
-        return cls(leads_KT=leads_KT, slot_ids_S=slot_ids_S, places_S=places_S, counts=counts, ref_KT=ref_KT)
-
-
-def _received(second_WP: Tensor, where: Where) -> Tensor:
-    """int64 ``[W, P]``: rows that each rank gets from each place of its node, of those that pilots pass on."""
-    return second_WP[where.neighbours_WP, where.place_of_rank_W1[:-1, None]]
-
-
 def message_of(departure: Departure, where: Where) -> Tensor:
-    """int64 ``[W, 1 + 2P + e]``: what each rank must know of this rank's tokens; see :class:`Arrivals`."""
-    received_WP = _received(departure.second_WP, where)
-    return torch.cat([departure.first_W[:, None], departure.second_WP, received_WP, departure.assigned_We], dim=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arrivals:
-    """The peers' messages, by source.
-
-    ``first_W``        rows that the first hop brings
-    ``passed_on_WP``   rows of the source's tokens that this rank passes on to each place
-    ``second_WP``      rows of the source's tokens that each place passes on to this rank
-    ``assigned_We``    assignments of each local expert
-    """
-
-    first_W: Tensor
-    passed_on_WP: Tensor
-    second_WP: Tensor
-    assigned_We: Tensor
-
-    @classmethod
-    def of(cls, messages_WC: Tensor, where: Where) -> Arrivals:
-        places = where.num_places
-        first_W1, passed_on_WP, second_WP, assigned_We = messages_WC.split(
-            [1, places, places, messages_WC.shape[1] - 1 - 2 * places], dim=1
-        )
-        return cls(first_W=first_W1[:, 0], passed_on_WP=passed_on_WP, second_WP=second_WP, assigned_We=assigned_We)
+    """int64 ``[W, 1 + 2P + e]``: what each rank must know of this rank's tokens."""
+    return departure.message_WC
 
 
 def read_sizes(departures: Sequence[Departure], arrivals: Sequence[Arrivals]) -> list[Sizes]:
     """Reads to the host all it needs of all chunks: the layer's one device-to-host sync."""
-    parts = [_sizes_on_device(*chunk) for chunk in zip(departures, arrivals, strict=True)]
-    numbers = iter(torch.cat([values for part in parts for values in part.values()]).tolist())
-    return [
-        Sizes(**{name: [next(numbers) for _ in range(values.numel())] for name, values in part.items()})
-        for part in parts
+    parts = [
+        departure.kernels.message_sizes(departure.message_WC, arrival.message_WC, num_places=arrival.num_places)
+        for departure, arrival in zip(departures, arrivals, strict=True)
     ]
-
-
-def _sizes_on_device(departure: Departure, arrivals: Arrivals) -> dict[str, Tensor]:
-    sent_W, received_W = departure.assigned_We.sum(dim=1), arrivals.assigned_We.sum(dim=1)
-    return {
-        "first_sent": departure.first_W,
-        "first_received": arrivals.first_W,
-        "second_sent": arrivals.passed_on_WP.sum(dim=0),
-        "second_received": arrivals.second_WP.sum(dim=0),
-        "assigned_sent": sent_W,
-        "assigned_received": received_W,
-        "references_sent": departure.second_WP.sum(dim=1) + sent_W,
-        "references_received": arrivals.passed_on_WP.sum(dim=1) + received_W,
-        "tokens_e": arrivals.assigned_We.sum(dim=0),
-    }
+    numbers = iter(_joined(parts).tolist())
+    num_ranks, num_places = len(departures[0].message_WC), arrivals[0].num_places
+    num_local = departures[0].message_WC.shape[1] - 1 - 2 * num_places
+    lengths = [num_ranks] * 2 + [num_places] * 2 + [num_ranks] * 4 + [num_local]
+    names = Sizes.__dataclass_fields__
+    return [
+        Sizes(**{name: [next(numbers) for _ in range(length)] for name, length in zip(names, lengths, strict=True)})
+        for _ in parts
+    ]
 
 
 def references_of(departures: Sequence[Departure], sizes: Sequence[Sizes]) -> Tensor:
     """int32; for each rank and each chunk which rows it passes on, then which rows serve its assignments."""
-    parts, counts = [], []
-    for departure, size in zip(departures, sizes, strict=True):
+    num_references = sum(sum(size.references_sent) for size in sizes)
+    references_N = departures[0].served_S.new_empty(num_references)
+    others = _others_before([departure.message_WC for departure in departures], departures[0].starts.num_places)
+    for departure, size, others_W1 in zip(departures, sizes, others, strict=True):
         num_assigned = sum(size.assigned_sent)
-        num_passed_on = sum(size.references_sent) - num_assigned
-        parts += [departure.passed_on_S[:num_passed_on], departure.served_S[:num_assigned]]
-        counts += [departure.second_WP.sum(dim=1), departure.assigned_We.sum(dim=1)]
-    by_part = torch.cat(parts)
-    return by_part[transpose_blocks(torch.stack(counts), num_rows=by_part.numel())]
+        departure.kernels.pack_references(
+            references_N,
+            departure.passed_on_S[: sum(size.references_sent) - num_assigned],
+            departure.served_S[:num_assigned],
+            departure.starts,
+            _begins(departure.starts, others_W1),
+        )
+    return references_N
 
 
 def references_by_chunk(references: Tensor, arrivals: Sequence[Arrivals], sizes: Sequence[Sizes]) -> list[References]:
     """The same, as the peers sent them, of each chunk."""
-    counts, splits = [], []
-    for arrival, size in zip(arrivals, sizes, strict=True):
-        num_assigned = sum(size.assigned_received)
-        counts += [arrival.passed_on_WP.sum(dim=1), arrival.assigned_We.sum(dim=1)]
-        splits += [sum(size.references_received) - num_assigned, num_assigned]
-    by_part = references[transpose_blocks(torch.stack(counts, dim=1), num_rows=references.numel())].long()
-    parts = by_part.split(splits)
-    return [
-        References(passed_on_N=passed_on, served_M=served)
-        for passed_on, served in zip(parts[::2], parts[1::2], strict=True)
-    ]
+    others = _others_before([arrival.message_WC for arrival in arrivals], arrivals[0].num_places)
+    return [References(references_N=references, others_W1=others_W1) for others_W1 in others]
+
+
+def _others_before(messages: Sequence[Tensor], num_places: int) -> Sequence[Tensor | int]:
+    """Of each chunk, int32 ``[W, 1]``: the references of other chunks that lie before its own, by rank."""
+    if len(messages) == 1:
+        return [0]
+    own = [x[:, 1 : 1 + num_places].sum(dim=1) + x[:, 1 + 2 * num_places :].sum(dim=1) for x in messages]
+    counts_WX = torch.stack(own, dim=1)
+    together_WX = counts_WX.view(-1).cumsum(0).view_as(counts_WX) - counts_WX
+    alone_WX = counts_WX.cumsum(0) - counts_WX
+    return (together_WX - alone_WX).to(torch.int32).split(1, dim=1)
+
+
+def _begins(starts: MessageStarts, others_W1: Tensor | int) -> Tensor:
+    return starts.references_W2 if isinstance(others_W1, int) else starts.references_W2 + others_W1
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def arrive(
     departure: Departure, arrivals: Arrivals, references: References, sizes: Sizes, *, where: Where, top_k: int
 ) -> DispatchPlan:
     """The plan of a chunk, from what the peers sent: their counts and their references."""
-    num_first, num_passed_on = sum(sizes.first_received), sum(sizes.second_sent)
-    num_rows, num_assigned = num_first + sum(sizes.second_received), sum(sizes.assigned_received)
-    # Assignments: from rows numbered by source to rows as they lie, by hop and neighbour, then source.
-    weight_ids_M = transpose_blocks(arrivals.assigned_We, num_rows=num_assigned)
-    width = where.serving_width(top_k, arrivals.assigned_We.shape[1])
-    blocks_WQ = torch.cat([arrivals.first_W[:, None], arrivals.second_WP], dim=1)
-    row_ids_R = transpose_blocks(blocks_WQ.t(), num_rows=num_rows)
-    start_M = _repeat(_starts(blocks_WQ.sum(dim=1)), arrivals.assigned_We.sum(dim=1), num_assigned)
-    served_M = references.served_M
-    row_ids_M = row_ids_R[start_M + served_M // width][weight_ids_M]
-    places_M = row_ids_M.long() * width + (served_M % width)[weight_ids_M]
-    assignments_RK = _inverse(places_M, num_rows * width, first=0, none=num_assigned).view(num_rows, width)
-
+    kernels, num_first = departure.kernels, sum(sizes.first_received)
+    starts = kernels.message_starts(arrivals.message_WC, num_places=where.num_places)
+    inbox = Inbox(
+        message_WC=arrivals.message_WC,
+        starts=starts,
+        references_N=references.references_N,
+        begins_W2=_begins(starts, references.others_W1),
+    )
+    weight_ids_M, row_ids_M, assignments_RK = kernels.take_assignments(
+        inbox,
+        width=where.serving_width(top_k, len(sizes.tokens_e)),
+        num_rows=num_first + sum(sizes.second_received),
+        num_assigned=sum(sizes.assigned_received),
+    )
     second = None
     if where.num_places:
-        start_N = _repeat(_starts(arrivals.first_W), arrivals.passed_on_WP.sum(dim=1), num_passed_on)
-        width = where.passing_width(top_k)
-        slot_ids_N = start_N * width + references.passed_on_N
-        slot_ids_N = slot_ids_N[transpose_blocks(arrivals.passed_on_WP, num_rows=num_passed_on)]
-        places = _inverse(slot_ids_N, num_first * width, first=num_first, none=num_first + num_passed_on)
-        places_RK = places.view(num_first, width)
-        places_RK[:, 0] = torch.arange(num_first, dtype=torch.int32, device=places.device)
+        slot_ids_N, places_RK = kernels.take_copies(
+            inbox, width=where.passing_width(top_k), num_first=num_first, num_copies=sum(sizes.second_sent)
+        )
         second = Hop(
-            slot_ids_N=slot_ids_N.to(torch.int32),
+            slot_ids_N=slot_ids_N,
             places_TK=places_RK,
             send_splits=sizes.second_sent,
             recv_splits=sizes.second_received,
@@ -351,7 +248,7 @@ def arrive(
     return DispatchPlan(
         row_ids_M=row_ids_M,
         assignments_RK=assignments_RK,
-        counts_e=arrivals.assigned_We.sum(dim=0),
+        counts_e=starts.totals_C[1 + 2 * where.num_places :],
         tokens_per_local_expert=sizes.tokens_e,
         first=first,
         second=second,
@@ -359,18 +256,3 @@ def arrive(
         weight_splits_received=sizes.assigned_received,
         weight_ids_M=weight_ids_M,
     )
-
-
-def _starts(counts: Tensor) -> Tensor:
-    return counts.cumsum(0) - counts
-
-
-def _repeat(values: Tensor, counts: Tensor, num_rows: int) -> Tensor:
-    return torch.repeat_interleave(values, counts, output_size=num_rows)
-
-
-def _inverse(places_N: Tensor, size: int, *, first: int, none: int) -> Tensor:
-    """int32 ``[size]``: ``first + n`` at ``places[n]``, which are distinct, and ``none`` elsewhere."""
-    numbers_N = torch.arange(first, first + places_N.numel(), dtype=torch.int32, device=places_N.device)
-    filled = torch.full((size,), none, dtype=torch.int32, device=places_N.device)
-    return filled.scatter_(0, places_N, numbers_N)
