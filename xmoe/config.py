@@ -76,8 +76,8 @@ class XMoEConfig(_Section):
         ge=1,
         le=64,
         description="Chunks that a layer's tokens are cut into, so that rows of one are under way while the experts "
-        "compute another; results are the same. 1: rows are under way while shared experts compute, and otherwise "
-        "waited for.",
+        "compute another; results are the same but for rounding. With 1, rows are under way while shared experts "
+        "compute, and are otherwise waited for.",
     )
     stage_times: bool = Field(
         False,
