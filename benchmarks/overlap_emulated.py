@@ -7,7 +7,6 @@ sleep leave the cores to the exchanges, so that what is seen is the order of eve
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +41,10 @@ class EmulatedExperts(nn.Module):
         super().__init__()
         self.us_per_row = us_per_row
 
-    def forward(self, rows: Rows, plan: ExpertPlan, *, decide: Callable[..., Any] | None = None) -> Tensor:
+    def prepare(self, device_type: str, **options: Any) -> None:
+        """Nothing: there are no weights."""
+
+    def forward(self, rows: Rows, plan: ExpertPlan, prepared: None = None) -> Tensor:
         factors_R = rows.weights_M.new_zeros(rows.x_RD.shape[0]).index_add(0, plan.row_ids_M, rows.weights_M)
         return _Asleep.apply(rows.x_RD * factors_R[:, None], plan.num_computed * self.us_per_row * 1e-6)
 

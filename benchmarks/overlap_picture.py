@@ -79,7 +79,7 @@ def _subtitle(setting: Mapping[str, Any]) -> str:
     return (
         f"forward + backward, {cluster}; {sizes}, {setting['tokens']} tokens a rank\n"
         f"above: medians of {setting['rounds']} rounds, whiskers: all rounds; below: one step of rank 0, "
-        "white: autograd adds up gradients"
+        "white: anything else"
     )
 
 

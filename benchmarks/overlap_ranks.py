@@ -173,12 +173,13 @@ def parts_of(layer: RoutedMLP, dispatcher: Dispatcher, x_TD: Tensor, upstream_TD
     chunks = chunks_of(layer, dispatcher, x_TD)
 
     def experts() -> None:
+        prepared = layer.experts.prepare(x_TD.device.type, num_calls=len(chunks))
         for chunk in chunks:
             rows = Rows(
                 x_RD=chunk.rows.x_RD.detach().requires_grad_(),
                 weights_M=chunk.rows.weights_M.detach().requires_grad_(),
             )
-            layer.experts(rows, chunk.plan).backward(chunk.rows.x_RD)
+            layer.experts(rows, chunk.plan, prepared).backward(chunk.rows.x_RD)
 
     def exchanges() -> None:
         outs = []

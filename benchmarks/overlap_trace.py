@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from xmoe.layer import RoutedMLP
 from xmoe.ops.clock import StageClock
-from xmoe.ops.collectives import Pending
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,21 +104,22 @@ class _Exchanges:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        begin = Pending.__init__
+        begin = dist.all_to_all_single
 
-        def noted(pending: Pending, rows: Tensor, *args: Any, exchange: Any, **options: Any) -> None:
+        def noted(output: Tensor, input: Tensor, *args: Any, **options: Any) -> Any:
             started = time.perf_counter()
-            begin(pending, rows, *args, exchange=exchange, **options)
-            if rows.dim() == 2:
+            work = begin(output, input, *args, **options)
+            if input.dim() == 2:
                 self.num_begun += 1
-                done = pending._work.get_future()
-                done.add_done_callback(lambda _: self.spans.append((exchange.label, started, time.perf_counter())))
+                done = work.get_future()
+                done.add_done_callback(lambda _: self.spans.append(("rows", started, time.perf_counter())))
+            return work
 
-        Pending.__init__ = noted  # type: ignore[method-assign]
+        dist.all_to_all_single = noted
         try:
             yield
         finally:
-            Pending.__init__ = begin  # type: ignore[method-assign]
+            dist.all_to_all_single = begin
 
     def wait(self) -> None:
         """Until the last one is noted: the transport's thread says so a moment after it has ended the wait for it."""
