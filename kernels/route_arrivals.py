@@ -20,11 +20,11 @@ from .tuning import Config, config_for
 
 @triton.jit
 def _copy_span(source, out, start, end, shift, BLOCK_S: tl.constexpr):
-    """``out[n + shift] = source[n]`` of the n from start to end, shared out by blocks among programs of the last axis.
+    """``out[n + shift] = source[n]`` of the n from start to end, shared out by blocks among programs of the first axis.
 
     Example: start 1, end 3, shift 3: out[4:6] = source[1:3].
     """
-    for first in range(start + tl.program_id(2) * BLOCK_S, end, tl.num_programs(2) * BLOCK_S):
+    for first in range(start + tl.program_id(0) * BLOCK_S, end, tl.num_programs(0) * BLOCK_S):
         place = first + tl.arange(0, BLOCK_S)
         inside = place < end
         tl.store(out + shift + place, tl.load(source + place, mask=inside, other=0), mask=inside)
@@ -44,11 +44,11 @@ def _pack_references_kernel(
     num_columns,
     BLOCK_S: tl.constexpr,
 ):
-    """Program (w, part, i) copies references of rank w's: of assignments in part 0, of rows passed on in part 1.
+    """Program (i, w, part) copies references of rank w's: of assignments in part 0, of rows passed on in part 1.
 
     Example: served [7, 8, 9], of which rank 1's begin at 1, and go to 4: references[4:6] = [8, 9].
     """
-    rank, part = tl.program_id(0), tl.program_id(1)
+    rank, part = tl.program_id(1), tl.program_id(2)
     row = tl.cast(rank, tl.int64) * num_columns + tl.where(part == 0, 1 + 2 * num_places, 1)
     start = tl.load(by_rank + row)
     is_last = rank == num_ranks - 1
@@ -80,7 +80,7 @@ def pack_references(
         Launch(
             op="references",
             kernel=_pack_references_kernel,
-            grid=(num_ranks, 1 + passes_on, splits),
+            grid=(splits, num_ranks, 1 + passes_on),
             arguments=dict(
                 served=served_N.contiguous(),
                 passed_on=passed_on_N.contiguous(),

@@ -35,12 +35,12 @@ def _slot_ranks_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Program (w, i) writes w for slots of rank w's experts, every so many blocks of them; w = W is for those of none.
+    """Program (i, w) writes w for slots of rank w's experts, every so many blocks of them; w = W is for those of none.
 
     Example: slots [3, 0, 1, 2], top_k 2, one expert a rank, 1 and 2 tokens: program 1 finds slots 0 and 1 and writes 1
     for both choices of token 0.
     """
-    rank = tl.program_id(0)
+    rank = tl.program_id(1)
     before = tl.zeros((BLOCK_E,), tl.int32)
     own = tl.zeros((BLOCK_E,), tl.int32)
     for first in range(0, num_experts, BLOCK_E):
@@ -51,7 +51,7 @@ def _slot_ranks_kernel(
     start = tl.sum(before, axis=0)
     count = tl.where(rank < num_ranks, tl.sum(own, axis=0), num_slots - start)
     local = tl.arange(0, BLOCK_S)
-    for first in range(tl.program_id(1) * BLOCK_S, count, tl.num_programs(1) * BLOCK_S):
+    for first in range(tl.program_id(0) * BLOCK_S, count, tl.num_programs(0) * BLOCK_S):
         inside = first + local < count
         slot = tl.load(slot_ids + start + first + local, mask=inside, other=0)
         places = tl.cast(slot % top_k, tl.int64) * num_tokens + slot // top_k
@@ -76,7 +76,7 @@ def ranks_of_slots(slot_ids_S: Tensor, tokens_per_expert_E: Tensor, *, num_ranks
         Launch(
             op="slot_ranks",
             kernel=_slot_ranks_kernel,
-            grid=(num_ranks + 1, splits),
+            grid=(splits, num_ranks + 1),
             arguments=dict(
                 slot_ids=slot_ids_S,
                 tokens_per_expert=tokens_per_expert_E,
