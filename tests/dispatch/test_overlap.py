@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from xmoe.experts import Experts
 from xmoe.ops.collectives import Exchange, Pending
-from xmoe.ops.overlap import overlapped, to_end, together
+from xmoe.ops.overlap import Pause, overlapped, to_end, together
 from xmoe.permute import permute
 from xmoe.replay import fresh_decisions
 from xmoe.testing import assert_close, run_ranks
@@ -22,24 +22,35 @@ NAMES = ["flat", "gpu", "node", "node+gpu"]
 
 
 def run_of(name, pauses, seen):
-    for part in range(pauses):
+    for part, pause in enumerate(pauses):
         seen.append(f"{name}{part}")
-        yield
-    seen.append(f"{name}{pauses}")
+        yield pause
+    seen.append(f"{name}{len(pauses)}")
     return name
 
 
 def test_younger_runs_go_first_and_something_else_in_the_first_pause():
     seen = []
-    runs = [run_of(name, 2, seen) for name in "abc"]
+    runs = [run_of(name, [Pause.FAR] * 2, seen) for name in "abc"]
     assert overlapped(runs, lambda: seen.append("-") or 7) == (["a", "b", "c"], 7)
     assert seen == ["a0", "-", "b0", "a1", "c0", "b1", "a2", "c1", "b2", "c2"]
     seen.clear()
-    assert overlapped([run_of("a", 0, seen)], lambda: seen.append("-")) == (["a"], None)
+    assert overlapped([run_of("a", [], seen)], lambda: seen.append("-")) == (["a"], None)
     assert seen == ["a0", "-"]
     seen.clear()
-    assert to_end(together(run_of("a", 2, seen), run_of("b", 1, seen))) == ("a", "b")
+    both = together(run_of("a", [Pause.FAR, Pause.NEAR], seen), run_of("b", [Pause.FAR], seen))
+    assert list(both) == [Pause.FAR, Pause.NEAR]
     assert seen == ["a0", "b0", "a1", "b1", "a2"]
+    assert to_end(together(run_of("a", [], seen), run_of("b", [Pause.FAR], seen))) == ("a", "b")
+
+
+def test_runs_whose_rows_are_near_go_before_those_that_would_wait():
+    # Two hops: 0 leaves, 1 passes on, 2 computes, 3 sums by node, 4 sums by token.
+    seen = []
+    two_hops = [Pause.FAR, Pause.NEAR, Pause.NEAR, Pause.FAR]
+    overlapped([run_of(name, two_hops, seen) for name in "abc"], lambda: None)
+    # a computes (a2) before b waits for its first hop (b1); b computes beside a's way home, begun by a3.
+    assert seen == ["a0", "b0", "a1", "c0", "a2", "b1", "a3", "b2", "c1", "b3", "c2", "a4", "c3", "b4", "c4"]
 
 
 def test_chunks_are_of_consecutive_tokens_and_of_one_length():
@@ -181,7 +192,7 @@ class NotedMLP(nn.Module):
 
 
 def under_way(name, num_chunks):
-    """For each part of the experts: how many exchanges of rows were under way as it was computed."""
+    """For each part of the experts: how many exchanges of rows of the whole group were under way as it was computed."""
     rank, world = dist.get_rank(), dist.get_world_size()
     layer = layer_of(rank, world, name, num_chunks, ranks_per_node=2)
     pending, seen = [], {}
@@ -189,7 +200,7 @@ def under_way(name, num_chunks):
 
     def counted_begin(self, rows, *args, **options):
         begin(self, rows, *args, **options)
-        if rows.dim() == 2:
+        if rows.dim() == 2 and options["exchange"].group is dist.group.WORLD:
             pending.append(self)
 
     def counted_finish(self):
@@ -219,13 +230,14 @@ def under_way(name, num_chunks):
 def test_an_exchange_is_under_way_while_experts_compute(name):
     for seen in run_ranks(4, under_way, name, 1):
         assert seen == {"experts": [0], "experts, backward": [0], "shared": [1], "shared, backward": [1]}
-    for seen in run_ranks(4, under_way, name, 3):
-        # Two: the next chunk's rows and, from the second chunk on, the results of the one before. Backward mirrors it.
-        assert all(count >= 1 for count in seen["experts"])
-        assert all(count >= 1 for count in seen["experts, backward"])
-        assert len(seen["experts"]) == len(seen["experts, backward"]) == 3
-        assert seen["shared"] == [1]
-        assert seen["shared, backward"] == [1]
+    for num_chunks in (2, 3):
+        for seen in run_ranks(4, under_way, name, num_chunks):
+            # The next chunk's rows and, from the second chunk on, the results of the one before. Backward mirrors it.
+            assert all(count >= 1 for count in seen["experts"])
+            assert all(count >= 1 for count in seen["experts, backward"])
+            assert len(seen["experts"]) == len(seen["experts, backward"]) == num_chunks
+            assert seen["shared"] == [1]
+            assert seen["shared, backward"] == [1]
 
 
 class Idle(nn.Module):

@@ -29,7 +29,7 @@ from ..types import DispatchPlan
 from ._backend import kernels_for
 from .clock import timed_backward
 from .collectives import Exchange, Pending
-from .overlap import Pausing
+from .overlap import Pause, Pausing
 
 Stages = Sequence[Callable[[Tensor], Tensor]]
 
@@ -60,6 +60,11 @@ class Way(Protocol):
     @property
     def stages(self) -> Stages: ...
 
+    @property
+    def pauses(self) -> list[Pause]:
+        """What is under way between two stages: one less than those."""
+        ...
+
 
 class _TwoHops:
     """What both ways over a plan's hops have in common."""
@@ -85,6 +90,10 @@ class Outward(_TwoHops):
     @property
     def stages(self) -> Stages:
         return [self.leave, *([self.pass_on] if self.second is not None else []), self.arrive]
+
+    @property
+    def pauses(self) -> list[Pause]:
+        return [Pause.FAR, *([Pause.NEAR] if self.second is not None else [])]
 
     def leave(self, x_TD: Tensor) -> Tensor:
         hop = self.first
@@ -120,6 +129,10 @@ class Homeward(_TwoHops):
     @property
     def stages(self) -> Stages:
         return [self.turn, *([self.sum_by_node] if self.second is not None else []), self.sum_by_token]
+
+    @property
+    def pauses(self) -> list[Pause]:
+        return [*([Pause.NEAR] if self.second is not None else []), Pause.FAR]
 
     def turn(self, y_RD: Tensor) -> Tensor:
         hop = self.second
@@ -166,6 +179,10 @@ class Straight:
     def stages(self) -> Stages:
         return [self.leave, self.arrive]
 
+    @property
+    def pauses(self) -> list[Pause]:
+        return [Pause.FAR]
+
     def leave(self, rows: Tensor) -> Tensor:
         self.pending = Pending(rows, self.send, self.recv, exchange=self.exchange)
         return rows
@@ -200,9 +217,9 @@ def _run(way: Way, index: int, rows: Tensor) -> Tensor:
 
 
 def _travel(rows: Tensor, there: Way, back: Way) -> Pausing[Tensor]:
-    for index in range(len(there.stages)):
-        if index:
-            yield
+    rows = _Stage.apply(rows, there, back, 0)
+    for index, pause in enumerate(there.pauses, start=1):
+        yield pause
         rows = _Stage.apply(rows, there, back, index)
     return rows
 
