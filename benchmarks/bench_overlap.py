@@ -21,9 +21,7 @@ which the picture shows, is the same anywhere.
 
 One chunk runs the shared experts behind the first exchange already; with any number of chunks, the best that is left
 is to hide the routed experts behind the other exchanges, or those behind the experts. Of that, n chunks of equal parts
-can reach the share 1 - 1/n: the first chunk's exchange out and the last one's home have no experts beside them. Where
-rows take two hops a chunk is two steps ahead of the one whose experts run, and the share of the hop between nodes is
-1 - 2/n.
+can reach the share 1 - 1/n: the first chunk's exchange out and the last one's home have no experts beside them.
 
 Figures of the metrics:
 
