@@ -250,7 +250,7 @@ def _messages(arch: str, dtype: torch.dtype, width: int) -> Config:
     """Tiles of ranks by the columns of their messages."""
     if arch == INTERPRETER:
         return Config(blocks={"BLOCK_W": 2})
-    return Config(blocks={"BLOCK_W": max(1, 512 // width)}, num_warps=min(16, max(4, width // 128)))
+    return Config(blocks={"BLOCK_W": max(1, 512 // width)}, num_warps=min(16, max(4, width // 64)))
 
 
 def _spans(arch: str, dtype: torch.dtype, width: int) -> Config:

@@ -251,7 +251,7 @@ def test_a_plan_on_a_device_is_few_launches(levels, expected):
     assert set(operations) == {"aten::full", "aten::_to_copy"}  # what is none, and the one sync
 
 
-@pytest.mark.parametrize(("nodes", "levels", "kind"), [("2x2", "node+gpu", "skewed"), ("4x2", "node", "dropped")])
+@pytest.mark.parametrize(("nodes", "levels", "kind"), [("2x2", "node+gpu", "skewed"), ("2x2", "node", "dropped")])
 def test_a_plan_by_the_kernels_is_that_of_the_twins(nodes, levels, kind):
     """In Triton's interpreter, all ranks' plans, of uneven numbers of tokens and of none."""
     layout = NodeLayout.from_hosts(LAYOUTS[nodes])
