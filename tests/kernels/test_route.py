@@ -14,7 +14,7 @@ import torch
 from route_problem import STEPS, RouteProblem
 from torch import Tensor
 
-from xmoe.kernels import reference, triton_kernels
+from xmoe.kernels import reference, reference_route, route_pilots, triton_kernels
 from xmoe.kernels.launch import counting, recording
 from xmoe.kernels.reference import Inbox
 from xmoe.kernels.tuning import Config, forcing
@@ -114,6 +114,31 @@ def test_the_dial_turns_round_after_all_its_marks():
     with forcing({"pilots": Config(blocks={"BLOCK_T": 2**14})}):
         found = triton_kernels.choose_pilots(rank_KT, ranks)
     assert_equal(found, reference.choose_pilots(rank_KT, ranks), "pilots")
+
+
+@pytest.mark.parametrize(("world", "top_k"), [("2x4", 4), ("4x2", 7), ("2x3 interleaved", 2)])
+def test_pilots_follow_uneven_loads(world: str, top_k: int):
+    """Many tokens, most of them with an expert of one rank: every round moves some of them."""
+    problem = problem_of(world, "few", per_gpu=True, per_node=True)
+    scores = torch.rand(500, problem.num_ranks)
+    scores[:, -1] += 0.5
+    rank_KT = scores.argsort(dim=1, descending=True)[:, :top_k].t().int().contiguous()
+    blocks = {"pilots": Config(blocks={"BLOCK_T": 64}), "pilot_weights": Config(blocks={"BLOCK_B": 4})}
+    with forcing(blocks):
+        found = triton_kernels.choose_pilots(rank_KT, problem.ranks)
+    assert_equal(found, reference.choose_pilots(rank_KT, problem.ranks), "pilots")
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_weights_follow_loads_of_several_blocks_to_the_last_unit(power: int):
+    ranks = problem_of("2x4", "few", per_gpu=True, per_node=True).ranks
+    table = torch.randint(0, 9, (5, 8), dtype=torch.int32)
+    table[:, 3], table[:, 6] = 0, 300
+    weights = torch.randint(1, 2**20, (8,), dtype=torch.int32)
+    found = route_pilots._follow(table, weights, ranks, power=power)
+    expected = reference_route._follow(weights.long(), table.sum(dim=0), ranks, power=power)
+    assert found.tolist() == expected.tolist()
+    assert int(found.max()) == 2**20
 
 
 def test_more_ways_than_counters_are_sorted():
