@@ -7,7 +7,6 @@ from xmoe.dispatch.hierarchical_plan import (
     Where,
     arrive,
     depart,
-    message_of,
     read_sizes,
     references_by_chunk,
     references_of,
@@ -63,9 +62,7 @@ def plans_of_chunks(chunks, layout, levels, kernels=reference):
         for rank in ranks
     ]
     departures = [[depart(buffers[rank], wheres[rank], kernels) for buffers in chunks] for rank in ranks]
-    messages = torch.stack(
-        [torch.cat([message_of(one, wheres[rank]) for one in departures[rank]], dim=1) for rank in ranks]
-    )
+    messages = torch.stack([torch.cat([one.message_WC for one in departures[rank]], dim=1) for rank in ranks])
     arrivals = [
         [Arrivals.of(part, wheres[rank]) for part in messages[:, rank].chunk(len(chunks), dim=1)] for rank in ranks
     ]

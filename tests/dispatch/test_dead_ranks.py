@@ -32,7 +32,7 @@ SCENARIOS = {
         signal.SIGKILL,
         {**BOTH, "overlap_chunks": 3},
         "combine of rows",
-        {"combine of rows", "dispatch of rows", "dispatch of rows, second hop"},
+        {"combine of rows", "combine of rows, second hop", "dispatch of rows", "dispatch of rows, second hop"},
     ),
 }
 

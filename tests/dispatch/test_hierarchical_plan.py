@@ -27,7 +27,6 @@ from xmoe.dispatch.hierarchical_plan import (
     Where,
     arrive,
     depart,
-    message_of,
     read_sizes,
     references_by_chunk,
     references_of,
@@ -228,7 +227,7 @@ def meta_plan(levels, kernels):
     received = torch.empty(sum(sizes.references_received), dtype=torch.int32, device="meta")
     with Operations() as operations:
         departure = depart(buffer, where, kernels)
-        arrivals = Arrivals.of(message_of(departure, where), where)
+        arrivals = Arrivals.of(departure.message_WC, where)
         with pytest.raises(NotImplementedError):
             read_sizes([departure], [arrivals])  # the one that does
         assert references_of([departure], [sizes]).shape == (24,)

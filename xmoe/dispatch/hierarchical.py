@@ -28,7 +28,6 @@ from .hierarchical_plan import (
     Where,
     arrive,
     depart,
-    message_of,
     read_sizes,
     references_by_chunk,
     references_of,
@@ -67,7 +66,7 @@ class HierarchicalDispatcher(RelayedDispatcher):
         """Exchanges counts, reads both sides' to the host at once, then exchanges which row serves what."""
         where = self._where_on(buffers[0].slot_ids_S.device)
         departures = [depart(buffer, where, kernels_for(buffer.combine_weights_S)) for buffer in buffers]
-        message_WC = torch.cat([message_of(departure, where) for departure in departures], dim=1)
+        message_WC = torch.cat([departure.message_WC for departure in departures], dim=1)
         received = exchange_counts(message_WC.view(-1), self.exchange.named("exchange of counts"))
         arrivals = [Arrivals.of(part, where) for part in received.view_as(message_WC).chunk(len(buffers), dim=1)]
         sizes = read_sizes(departures, arrivals)  # the one sync

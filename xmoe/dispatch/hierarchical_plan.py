@@ -57,7 +57,8 @@ class Departure:
     """A chunk of this rank's tokens before anything of them is known on the host.
 
     ``kernels``       made the plan so far, and go on
-    ``message_WC``    int64; what each rank must know of the tokens, and ``starts`` where what it counts begins
+    ``message_WC``    int64 ``[W, 1 + 2P + e]``; what each rank must know of the tokens, and ``starts`` where what it
+                      counts begins
     ``slot_ids_S``    int32; the first slot of each row of the first hop, in the rows' order; then all other slots
     ``places_S``      int32; its inverse
     ``passed_on_S``, ``served_S``  int32; the references of the rows of the second hop and of the assignments, both by
@@ -144,11 +145,6 @@ def depart(buffer: TokenBuffer, where: Where, kernels: Any) -> Departure:
         passed_on_S=passed_on_S,
         served_S=served_S,
     )
-
-
-def message_of(departure: Departure, where: Where) -> Tensor:
-    """int64 ``[W, 1 + 2P + e]``: what each rank must know of this rank's tokens."""
-    return departure.message_WC
 
 
 def read_sizes(departures: Sequence[Departure], arrivals: Sequence[Arrivals]) -> list[Sizes]:
