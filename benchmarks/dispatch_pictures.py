@@ -83,9 +83,9 @@ def draw_times(results: list[Result], path: Path, used: Mapping[str, str | None]
     ]
     counts = [result for result in results if result.metric == "dispatch.inter_node_rows_over_lower_bound"]
 
-    def finish(axis: Any) -> None:
+    def finish(axis: Any, lowest: float, highest: float) -> None:
         axis.plot([0, 1], [1, 0], **_LINE, label="bytes between nodes alone: 1 $-$ redundancy")
-        axis.set_ylim(0, None)
+        axis.set_ylim(0, 1.05 * highest)
 
     what = "Time of dispatch and combine, over flat's"
     _draw(
@@ -96,12 +96,11 @@ def draw_times(results: list[Result], path: Path, used: Mapping[str, str | None]
 def draw_speedups(results: list[Result], path: Path, used: Mapping[str, str | None]) -> None:
     """Speedup over flat, beside the bound 1 / (1 - redundancy)."""
 
-    def finish(axis: Any) -> None:
-        lowest, highest = axis.get_ylim()
+    def finish(axis: Any, lowest: float, highest: float) -> None:
         xs = [step / 200 for step in range(200) if 1 / (1 - step / 200) <= highest * 1.15]
         axis.plot(xs, [1 / (1 - x) for x in xs], **_LINE, label="bytes between nodes alone: 1 / (1 $-$ redundancy)")
         axis.axhline(1, color=COLOURS[0], linewidth=1, label="flat")
-        axis.set_ylim(min(lowest, 0.5), None)
+        axis.set_ylim(min(lowest, 0.5), 1.05 * highest)
 
     what = "Speedup of dispatch and combine over flat"
     panels = panels_of(results, "dispatch.speedup_over_flat")
@@ -115,7 +114,7 @@ def _draw(
     *,
     what: str,
     setting: Mapping[str, Any],
-    finish: Callable[[Any], None],
+    finish: Callable[[Any, float, float], None],
 ) -> None:
     import matplotlib
 
@@ -125,8 +124,10 @@ def _draw(
     columns = 2 if len(panels) == 4 else min(len(panels), 3)
     rows = -(-len(panels) // columns)
     width, height = max(4.4 * columns, 8.2), 3.9 * rows + 1.9
-    redundancies = [point.redundancy for lines in panels.values() for points in lines.values() for point in points]
-    right = min(1.0, max(redundancies) + 0.12)
+    # Panels share their axes, so each is laid out for the points of all.
+    points = [point for lines in panels.values() for points in lines.values() for point in points]
+    right = min(1.0, max(point.redundancy for point in points) + 0.12)
+    lowest, highest = min(point.low for point in points), max(point.high for point in points)
     with pyplot.rc_context(PICTURE_STYLE):
         figure, axes = pyplot.subplots(rows, columns, figsize=(width, height), squeeze=False, sharex=True, sharey=True)
         figure.subplots_adjust(
@@ -142,7 +143,7 @@ def _draw(
                 _plot(axis, name, lines[name])
             axis.set_title(f"{nodes} nodes x {ranks} ranks, links of {link:g} Mbit/s", pad=14)
             axis.set_xlim(-0.03, right)
-            finish(axis)
+            finish(axis, lowest, highest)
             _mark_k(axis, lines)
         for axis in axes.flat[len(panels) :]:
             axis.set_visible(False)
