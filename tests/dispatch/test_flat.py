@@ -5,22 +5,18 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from hierarchical_layers import HIDDEN, make_layer
 
 from xmoe.dispatch.flat import FlatDispatcher
 from xmoe.dispatch.local import LocalDispatcher
-from xmoe.experts import Experts
-from xmoe.layer import RoutedMLP
 from xmoe.ops.overlap import to_end
 from xmoe.permute import permute
 from xmoe.replay import fresh_decisions
-from xmoe.router import RouterSettings, TopKRouter
 from xmoe.testing import assert_close, check_assignments, dense_oracle, run_ranks
 from xmoe.types import Routing
 
 pytestmark = pytest.mark.dist
 
-HIDDEN = 8
 UNEVEN = [5, 6, 0, 13]
 
 
@@ -115,41 +111,6 @@ def test_no_rank_has_a_token():
 # The whole layer against one process that sees all tokens
 
 
-class Tanh(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x):
-        return torch.tanh(self.fc(x))
-
-
-class SwiGLU(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(HIDDEN, 12, bias=False), nn.Linear(HIDDEN, 12, bias=False)
-        self.down_proj = nn.Linear(12, HIDDEN, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-def fill(module, logical_id):
-    generator = torch.Generator().manual_seed(logical_id)
-    for parameter in module.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-
-
-def make_layer(num_experts, k, *, rank=0, world=1, expert=SwiGLU, dispatcher=None, **options):
-    settings = RouterSettings(top_k=k, **({"drop_tokens": False, "sample_second_expert": False} | options))
-    gate = TopKRouter(HIDDEN, num_experts, settings=settings)
-    local = num_experts // world
-    experts = Experts(expert(), local, first_id=rank * local, initialize=fill)
-    layer = RoutedMLP(gate, experts, dispatcher=dispatcher).double()
-    fill(gate, 99)
-    return layer
-
-
 def inputs_of(rank, tokens, kind="random"):
     generator = torch.Generator().manual_seed(100 + rank)
     x = torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64)
@@ -163,7 +124,7 @@ def inputs_of(rank, tokens, kind="random"):
 def train_layer(k, kind, expert, guard):
     torch.use_deterministic_algorithms(True)  # public thread: torchtitan PR 1974
     rank, world = dist.get_rank(), dist.get_world_size()
-    layer = make_layer(8, k, rank=rank, world=world, expert=EXPERTS[expert])
+    layer = make_layer(8, k, rank=rank, world=world, expert=expert)
     layer.set_dispatcher(FlatDispatcher(exchange(self_row_guard=guard)))
     found = []
     for _ in range(2):
@@ -177,9 +138,6 @@ def train_layer(k, kind, expert, guard):
         assert torch.equal(a, b), "two runs differ"
     assert all(torch.equal(g, found[1][4][name]) for name, g in found[0][4].items())
     return found[0]
-
-
-EXPERTS = {"fused": SwiGLU, "loop": Tanh}
 
 
 @pytest.mark.parametrize(
@@ -197,7 +155,7 @@ EXPERTS = {"fused": SwiGLU, "loop": Tanh}
 def test_layer_equals_one_process(world, k, kind, expert, guard):
     # Public threads: DeepSpeed#6809, #6545, DeepEP#604.
     ranks = run_ranks(world, train_layer, k, kind, expert, guard)
-    layer = make_layer(8, k, expert=EXPERTS[expert])
+    layer = make_layer(8, k, expert=expert)
     pairs = [inputs_of(rank, UNEVEN[rank], kind) for rank in range(world)]
     outs, losses = [], []
     for x, upstream in pairs:

@@ -4,13 +4,14 @@ import logging
 import os
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from xmoe.ops import collectives
-from xmoe.ops.collectives import Exchange, exchange_counts, exchange_rows
+from xmoe.ops.collectives import Begun, Exchange, exchange_counts, exchange_rows
 from xmoe.ops.overlap import to_end
 from xmoe.ops.relay import send_straight
 from xmoe.testing import run_ranks
@@ -121,3 +122,18 @@ def test_on_devices_a_monitor_names_what_is_not_complete(monkeypatch, caplog):
     assert "rank 5 has waited 0.2 s in 'layer 1: combine of rows'" in caplog.text
     assert "layer 0" not in caplog.text
     monitor._pending[0][0].done = True
+
+
+class LateWork:
+    def wait(self, timeout):
+        raise RuntimeError("Timed out")
+
+
+def test_a_timeout_counts_from_when_the_exchange_began(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(collectives, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(collectives.dist, "get_rank", lambda: 3)
+    begun = Begun(LateWork(), Exchange(group=None, label="rows", timeout_s=4.0), torch.device("cpu"))
+    now[0] += 4.0  # computed meanwhile
+    with pytest.raises(RuntimeError, match="rank 3 has waited 4 s in 'rows'"):
+        begun.finish()
