@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hierarchical_layers import HIDDEN, make_layer
+from hierarchy import routing_of
 
 from xmoe.dispatch.flat import FlatDispatcher
 from xmoe.dispatch.local import LocalDispatcher
@@ -13,7 +14,6 @@ from xmoe.ops.overlap import to_end
 from xmoe.permute import permute
 from xmoe.replay import fresh_decisions
 from xmoe.testing import assert_close, check_assignments, dense_oracle, run_ranks
-from xmoe.types import Routing
 
 pytestmark = pytest.mark.dist
 
@@ -28,25 +28,6 @@ def exchange(**options):
 
 
 # Dispatch alone: a row says which token of which rank it is, so that any misroute changes a number.
-
-
-def routing_of(tokens, num_experts, k, kind, seed):
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(tokens, num_experts, generator=generator)
-    if kind == "rank 0":
-        scores[:, : max(k, 1)] += 1
-    ids = scores.argsort(dim=1, descending=True)[:, :k].int()
-    if kind == "dropped":
-        ids = ids.masked_fill(torch.rand(tokens, k, generator=generator) < 0.4, -1)
-    counts = torch.stack([(ids == e).sum() for e in range(num_experts)])
-    weights = torch.rand(tokens, k, generator=generator).masked_fill(ids < 0, 0.0).requires_grad_()
-    return Routing(
-        topk_ids_TK=ids,
-        topk_weights_TK=weights,
-        selected_per_expert_E=counts,
-        tokens_per_expert_E=counts,
-        aux_loss=torch.zeros(()),
-    )
 
 
 def send_codes(tokens_of_rank, num_experts, k, kind, guard):
