@@ -27,7 +27,7 @@ Figures of the metrics:
     dispatch.inter_node_rows_over_lower_bound  rows that crossed, over distinct (token, remote node) pairs
     dispatch.counted_over_interface_bytes   bytes counted as crossing, over bytes that left the nodes' interfaces
     dispatch.host_syncs_per_layer           device-to-host reads of one forward
-    dispatch.flat_exchange_over_link        rate of flat's row exchange alone at the busiest node, over the link's
+    dispatch.flat_exchange_over_link        rate of flat's row exchange alone, busiest way of a node, over the link's
     dispatch.loopback_over_link             rate of an exchange among the ranks of one node, over the link's
 """
 
@@ -149,11 +149,12 @@ def count_results(case: Case, measured: list[Measured], name: str, setting: dict
 def link_results(case: Case, measured: list[Measured], base: dict[str, Any]) -> list[Result]:
     """How much of its link flat's row exchange uses, and how much faster the way inside a node is."""
     link_bytes_per_s = case.link_mbit_per_s * 1e6 / 8
-    by_node: dict[int, int] = defaultdict(int)
+    by_way: dict[tuple[int, str], int] = defaultdict(int)  # a link carries its rate each way
     for rank, found in enumerate(measured):
-        by_node[rank // case.ranks_per_node] += found.flat_exchange_bytes
+        for way, moved_bytes in zip(("sent", "received"), found.flat_exchange_bytes, strict=True):
+            by_way[rank // case.ranks_per_node, way] += moved_bytes
     flat_s = median_of_slowest([rank.flat_exchange_s for rank in measured])
-    results = [("dispatch.flat_exchange_over_link", max(by_node.values()) / flat_s / link_bytes_per_s)]
+    results = [("dispatch.flat_exchange_over_link", max(by_way.values()) / flat_s / link_bytes_per_s)]
     inside = measured[: case.ranks_per_node]
     if case.ranks_per_node > 1:
         inside_s = median_of_slowest([rank.loopback_s for rank in inside])

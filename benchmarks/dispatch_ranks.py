@@ -77,7 +77,7 @@ class Measured:
     counted: dict[str, Counted]
     crossing_pairs: int
     flat_exchange_s: list[float]
-    flat_exchange_bytes: int
+    flat_exchange_bytes: tuple[int, int]  # sent to other nodes, received from them
     loopback_s: list[float]
     loopback_bytes: int
 
@@ -245,8 +245,10 @@ def examine(
     )
 
 
-def flat_exchange(case: Case, ids_TK: Tensor, rows_width: int, dtype: torch.dtype) -> tuple[Callable[[], object], int]:
-    """One exchange of flat's rows and nothing else, and the bytes of it that leave this rank's node."""
+def flat_exchange(
+    case: Case, ids_TK: Tensor, rows_width: int, dtype: torch.dtype
+) -> tuple[Callable[[], object], tuple[int, int]]:
+    """One exchange of flat's rows and nothing else, and its bytes that this rank sends to and gets from other nodes."""
     world, own = dist.get_world_size(), dist.get_rank()
     sent_W = torch.bincount(ids_TK.reshape(-1) // (case.experts // world), minlength=world)
     received_W = torch.empty_like(sent_W)
@@ -254,9 +256,10 @@ def flat_exchange(case: Case, ids_TK: Tensor, rows_width: int, dtype: torch.dtyp
     send, recv = sent_W.tolist(), received_W.tolist()
     rows = torch.ones(sum(send), rows_width, dtype=dtype)
     exchange = Exchange(group=dist.group.WORLD, label="rows of flat", timeout_s=case.timeout_s)
-    node = own // case.ranks_per_node
-    away = sum(count for rank, count in enumerate(send) if rank // case.ranks_per_node != node)
-    return lambda: exchange_rows(rows, send, recv, exchange), away * rows_width * rows.element_size()
+    others = [rank for rank in range(world) if rank // case.ranks_per_node != own // case.ranks_per_node]
+    row_bytes = rows_width * rows.element_size()
+    away = sum(send[rank] for rank in others) * row_bytes, sum(recv[rank] for rank in others) * row_bytes
+    return lambda: exchange_rows(rows, send, recv, exchange), away
 
 
 def loopback(case: Case) -> tuple[Callable[[], object], int]:
