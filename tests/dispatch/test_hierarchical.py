@@ -1,5 +1,7 @@
 """Hierarchical dispatch over gloo ranks: payloads bit by bit, and layers against one process."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,15 +18,14 @@ from xmoe.topology import NodeLayout
 
 pytestmark = pytest.mark.dist
 
-SHAPES = [(1, 2), (1, 4), (2, 1), (2, 2), (4, 2), (2, 4)]  # nodes, ranks on each
-
-
 # Dispatch alone: a row says which token of which rank it is, so that any misroute changes a number.
 
 
-def send_codes(ranks_per_node, cases, guard):
+def send_codes(layouts, guard):
     world, rank = dist.get_world_size(), dist.get_rank()
-    for levels, per_rank, k, kind, tokens_of_rank in cases:
+    cases = itertools.product(layouts, LEVELS, CASES)
+    for ranks_per_node, levels, (per_rank, k, kind, tokens_of_rank) in cases:
+        print(f"{ranks_per_node=} {levels=} {per_rank=} {k=} {kind=} {tokens_of_rank=}")
         num_experts = per_rank * world
         routings = [routing_of(n, num_experts, k, kind, seed) for seed, n in enumerate(tokens_of_rank[:world])]
         codes = [(1000.0 * w + torch.arange(len(r.topk_ids_TK)))[:, None].repeat(1, 3) for w, r in enumerate(routings)]
@@ -61,104 +62,94 @@ def send_codes(ranks_per_node, cases, guard):
         assert int(totals[0]) == int(totals[1])
 
 
-@pytest.mark.parametrize("guard", [False, True])
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), SHAPES)
-def test_every_row_arrives_where_its_experts_are(nodes, ranks_per_node, guard):
-    cases = [
-        (levels, per_rank, min(k, per_rank * nodes * ranks_per_node), kind, tokens)
-        for levels in LEVELS
-        for per_rank, k, kind, tokens in [
-            (1, 1, "random", UNEVEN),
-            (2, 4, "dropped", UNEVEN),
-            (4, 8, "random", UNEVEN),
-            (2, 2, "rank 0", UNEVEN),
-            (2, 3, "skewed", UNEVEN[::-1]),
-            (1, 2, "random", [0] * 8),
-        ]
-    ]
-    run_ranks(nodes * ranks_per_node, send_codes, ranks_per_node, cases, guard)
+CASES = [  # experts a rank, experts a token, routing, tokens of each rank
+    (1, 1, "random", UNEVEN),
+    (2, 4, "dropped", UNEVEN),
+    (4, 8, "random", UNEVEN),
+    (2, 2, "rank 0", UNEVEN),
+    (2, 3, "skewed", UNEVEN[::-1]),
+    (1, 2, "random", [0] * 8),
+]
+
+
+# Four ranks make one node, two, or nodes of one rank each; six make three nodes, or nodes with two to pass rows on to.
+@pytest.mark.parametrize(("world", "layouts", "guard"), [(4, [1, 2, 4], False), (4, [2], True), (6, [2, 3], False)])
+def test_every_row_arrives_where_its_experts_are(world, layouts, guard):
+    run_ranks(world, send_codes, layouts, guard)
 
 
 # The whole layer against one process that sees all tokens
 
 
-def train_layers(ranks_per_node, cases):
+DROPS = {"drop_tokens": True, "drop_policy": "probs", "capacity_factor": 0.5, "min_capacity": 1}
+LAYERS = [  # experts, experts a token, inputs, kind of expert, options
+    (4, 1, "random", "fused", {}),
+    (8, 3, "skewed", "loop", {}),
+    (8, 4, "random", "fused", DROPS),
+    (16, 8, "skewed", "fused", {}),
+]
+
+
+def results_of(layer, rank, kind):
+    """Output, loss, selections and all gradients of this rank's tokens; the layer's gradients add up."""
+    x, upstream = inputs_of(rank, UNEVEN[rank], kind)
+    y, aux, counts = layer(x)
+    ((y * upstream).sum() + aux).backward()
+    return y.detach(), aux.detach(), counts, x.grad, {name: p.grad for name, p in layer.named_parameters()}
+
+
+def train_layers(ranks_per_node):
     torch.use_deterministic_algorithms(True)
     rank, world = dist.get_rank(), dist.get_world_size()
-    results = []
-    for levels, num_experts, k, kind, expert, options in cases:
+    answers = {}
+    for levels, (index, (num_experts, k, kind, expert, options)) in itertools.product(LEVELS, enumerate(LAYERS)):
         layer = make_layer(num_experts, k, rank=rank, world=world, expert=expert, **options)
         layer.set_dispatcher(dispatcher_of(levels, ranks_per_node))
-        found = []
-        for _ in range(2):
-            x, upstream = inputs_of(rank, UNEVEN[rank], kind)
-            layer.zero_grad()
-            y, aux, counts = layer(x)
-            ((y * upstream).sum() + aux).backward()
-            gradients = {name: p.grad for name, p in layer.named_parameters()}
-            found.append((y.detach(), aux.detach(), counts, x.grad, gradients))
-        for a, b in zip(found[0][:4], found[1][:4], strict=True):
-            assert torch.equal(a, b), "two runs differ"
-        assert all(torch.equal(g, found[1][4][name]) for name, g in found[0][4].items()), "two runs differ"
-        results.append(found[0])
-    return results
+        answers[levels, index] = found = results_of(layer, rank, kind)
+        layer.zero_grad()
+        again = results_of(layer, rank, kind)
+        for a, b in zip([*found[:4], *found[4].values()], [*again[:4], *again[4].values()], strict=True):
+            assert torch.equal(a, b), f"two runs differ: {levels}, layer {index}"
+    return answers
 
 
-DROPS = {"drop_tokens": True, "drop_policy": "probs", "capacity_factor": 0.5, "min_capacity": 1}
-
-
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 4), (2, 1), (2, 2), (4, 2), (2, 4)])
-def test_layers_equal_one_process(nodes, ranks_per_node):
-    world = nodes * ranks_per_node
-    cases = [
-        (levels, *case)
-        for levels in LEVELS
-        for case in [
-            (world, 1, "random", "fused", {}),
-            (2 * world, 3, "skewed", "loop", {}),
-            (2 * world, 4, "random", "fused", DROPS),
-            (4 * world, 8, "skewed", "fused", {}),
-        ]
+@pytest.fixture(scope="module")
+def whole_layers():
+    """Layers that hold every expert, and what they give for the tokens of each of four ranks."""
+    layers = [make_layer(num_experts, k, expert=expert, **options) for num_experts, k, _, expert, options in LAYERS]
+    return [
+        (layer, [results_of(layer, rank, kind)[:4] for rank in range(4)])
+        for layer, (_, _, kind, _, _) in zip(layers, LAYERS, strict=True)
     ]
-    answers = run_ranks(world, train_layers, ranks_per_node, cases)
-    for index, (levels, num_experts, k, kind, expert, options) in enumerate(cases):
-        layer = make_layer(num_experts, k, expert=expert, **options)
-        xs = []
-        for rank in range(world):
-            x, upstream = inputs_of(rank, UNEVEN[rank], kind)
-            y, aux, counts = layer(x)
-            ((y * upstream).sum() + aux).backward()
-            found = answers[rank][index]
-            what = f"{levels} {num_experts} {k} {kind} {expert}, rank {rank}"
-            assert_close(found[0], y, what=f"output of {what}")
-            assert torch.equal(found[1], aux.detach())
-            assert torch.equal(found[2], counts)
-            assert_close(found[3], x.grad, what=f"input gradient of {what}")
-            xs.append(x)
-        per_rank = num_experts // world
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
+def test_layers_equal_one_process(whole_layers, ranks_per_node):
+    answers = run_ranks(4, train_layers, ranks_per_node)
+    for levels, (index, (layer, expected)) in itertools.product(LEVELS, enumerate(whole_layers)):
+        found = [answer[levels, index] for answer in answers]
+        for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            what = f"{levels}, layer {index}, rank {rank}"
+            assert_close(ours[0], theirs[0], what=f"output of {what}")
+            assert torch.equal(ours[1], theirs[1])
+            assert torch.equal(ours[2], theirs[2])
+            assert_close(ours[3], theirs[3], what=f"input gradient of {what}")
+        per_rank = LAYERS[index][0] // 4
         for name, reference in layer.named_parameters():
             if name.startswith("experts"):
                 _, _, expert_id, rest = name.split(".", 3)
                 rank, local = divmod(int(expert_id), per_rank)
-                found = answers[rank][index][4][f"experts.mlps.{local}.{rest}"]
+                gradient = found[rank][4][f"experts.mlps.{local}.{rest}"]
             else:
-                found = sum(answer[index][4][name] for answer in answers)
-            assert_close(found, reference.grad, what=f"{name} of {levels} {num_experts} {k} {kind} {expert}")
+                gradient = sum(answer[4][name] for answer in found)
+            assert_close(gradient, reference.grad, what=f"{name} of {levels}, layer {index}")
 
 
 # Checkpointing: the recompute sends rows again, and decides nothing
 
 
 def checkpointed(way, levels):
-    from deepspeed import checkpointing
-    from torch.utils.checkpoint import checkpoint
-
-    ways = {
-        "plain": lambda function, x: function(x),
-        "torch reentrant": lambda function, x: checkpoint(function, x, use_reentrant=True),
-        "torch non-reentrant": lambda function, x: checkpoint(function, x, use_reentrant=False),
-        "DeepSpeed": checkpointing.checkpoint,
-    }
+    """Gradients of two batches in flight, each through the layer by ``way``; counts and references are sent once."""
     rank = dist.get_rank()
     layer = make_layer(8, 3, rank=rank, world=4, input_jitter=0.2)
     layer.set_dispatcher(dispatcher_of(levels, 2))
@@ -169,78 +160,91 @@ def checkpointed(way, levels):
         integers.append(not input.is_floating_point())
         return all_to_all(output, input, *splits, **options)
 
-    dist.all_to_all_single = recorded
     torch.manual_seed(rank)
     xs, losses = [], []
-    for index, tokens in enumerate((UNEVEN[rank], UNEVEN[-1 - rank])):
-        x, upstream = inputs_of(rank + 10 * index, tokens)
-        y, aux, _ = ways[way](lambda x: layer(torch.tanh(x)), x)
-        xs.append(x)
-        losses.append((y * upstream).sum() + aux)
-    for loss in reversed(losses):
-        loss.backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", recorded)
+        for index, tokens in enumerate((UNEVEN[rank], UNEVEN[-1 - rank])):
+            x, upstream = inputs_of(rank + 10 * index, tokens)
+            y, aux, _ = way(lambda x: layer(torch.tanh(x)), x)
+            xs.append(x)
+            losses.append((y * upstream).sum() + aux)
+        for loss in reversed(losses):
+            loss.backward()
     assert sum(integers) == 4
-    return [x.grad for x in xs], [p.grad for p in layer.parameters()]
+    return [x.grad for x in xs] + [p.grad for p in layer.parameters()]
+
+
+def checkpoint_by_all_ways(levels):
+    from deepspeed import checkpointing
+    from torch.utils.checkpoint import checkpoint
+
+    expected = checkpointed(lambda function, x: function(x), levels)
+    ways = {
+        "torch reentrant": lambda function, x: checkpoint(function, x, use_reentrant=True),
+        "torch non-reentrant": lambda function, x: checkpoint(function, x, use_reentrant=False),
+        "DeepSpeed": checkpointing.checkpoint,
+    }
+    for name, way in ways.items():
+        for found, wanted in zip(checkpointed(way, levels), expected, strict=True):
+            assert_close(found, wanted, what=f"{name}, {levels}")
 
 
 @pytest.mark.parametrize("levels", ["gpu", "node+gpu"])
 def test_checkpointing_replays_the_plan(levels):
-    expected = run_ranks(4, checkpointed, "plain", levels)
-    for way in ("torch reentrant", "torch non-reentrant", "DeepSpeed"):
-        for (grads, weights), (other, others) in zip(run_ranks(4, checkpointed, way, levels), expected, strict=True):
-            for a, b in zip(grads + weights, other + others, strict=True):
-                assert_close(a, b)
+    run_ranks(4, checkpoint_by_all_ways, levels)
 
 
 # Tensor-parallel ranks share their tokens; kernels in the interpreter; autocast
 
 
-def share_tokens(levels):
+def share_tokens():
     """Ranks 2i and 2i + 1 hold the same tokens; experts are spread over all four, two nodes of two."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    layer, whole = make_layer(8, 3, rank=rank, world=4), make_layer(8, 3)
     same = Exchange(group=pairs[rank // 2], label="pair", timeout_s=30.0)
-    layer.set_dispatcher(SharedTokens(dispatcher_of(levels, 2), same))
-    x, upstream = inputs_of(rank // 2, 7)
-    expected, reference_upstream = inputs_of(rank // 2, 7)
-    for module, rows, weight in ((layer, x, upstream), (whole, expected, reference_upstream)):
-        y, aux, _ = module(rows)
-        ((y * weight).sum() + aux).backward()
-        module.y = y.detach()
-    assert_close(layer.y, whole.y)
-    assert_close(x.grad, expected.grad)
-    assert_close(layer.gate.wg.weight.grad, whole.gate.wg.weight.grad)
+    for levels in LEVELS:
+        layer, whole = make_layer(8, 3, rank=rank, world=4), make_layer(8, 3)
+        layer.set_dispatcher(SharedTokens(dispatcher_of(levels, 2), same))
+        x, upstream = inputs_of(rank // 2, 7)
+        expected, reference_upstream = inputs_of(rank // 2, 7)
+        for module, rows, weight in ((layer, x, upstream), (whole, expected, reference_upstream)):
+            y, aux, _ = module(rows)
+            ((y * weight).sum() + aux).backward()
+            module.y = y.detach()
+        assert_close(layer.y, whole.y, what=f"output, {levels}")
+        assert_close(x.grad, expected.grad, what=f"input gradient, {levels}")
+        assert_close(layer.gate.wg.weight.grad, whole.gate.wg.weight.grad, what=f"router gradient, {levels}")
 
 
-@pytest.mark.parametrize("levels", LEVELS)
-def test_tensor_parallel_ranks_share_their_tokens(levels):
-    run_ranks(4, share_tokens, levels)
+def test_tensor_parallel_ranks_share_their_tokens():
+    run_ranks(4, share_tokens)
 
 
-def compute_on(kernels, levels):
+def compute_on_both_kernels():
+    """Launchers do not know of levels; what they make of other levels' plans is tested without processes."""
     rank = dist.get_rank()
-    layer = make_layer(8, 3, rank=rank, world=4).float()
-    layer.kernels = kernels
-    layer.set_dispatcher(dispatcher_of(levels, 2))
-    x, upstream = (value.detach().float() for value in inputs_of(rank, UNEVEN[rank]))
-    y, aux, _ = layer(x.requires_grad_())
-    ((y * upstream).sum() + aux).backward()
-    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+    found = {}
+    for kernels in ("triton", "torch"):
+        layer = make_layer(8, 3, rank=rank, world=4).float()
+        layer.kernels = kernels
+        layer.set_dispatcher(dispatcher_of("node+gpu", 2))
+        x, upstream = (value.detach().float() for value in inputs_of(rank, UNEVEN[rank]))
+        y, aux, _ = layer(x.requires_grad_())
+        ((y * upstream).sum() + aux).backward()
+        found[kernels] = [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+    for ours, theirs in zip(found["triton"], found["torch"], strict=True):
+        assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("levels", ["node", "node+gpu"])
-def test_triton_kernels_give_what_their_twins_give(levels):
-    found, expected = (run_ranks(4, compute_on, kernels, levels) for kernels in ("triton", "torch"))
-    for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        for a, b in zip(ours, theirs, strict=True):
-            assert_close(a, b, what=f"rank {rank}")
+def test_triton_kernels_give_what_their_twins_give():
+    run_ranks(4, compute_on_both_kernels)
 
 
-def autocasted(levels):
+def autocasted():
     rank = dist.get_rank()
     layer, whole = make_layer(8, 3, rank=rank, world=4).float(), make_layer(8, 3).float()
-    layer.set_dispatcher(dispatcher_of(levels, 2))
+    layer.set_dispatcher(dispatcher_of("node+gpu", 2))
     x = inputs_of(rank, UNEVEN[rank])[0].detach().float()
     with torch.autocast("cpu", torch.bfloat16):
         y, aux, _ = layer(x)
@@ -252,4 +256,4 @@ def autocasted(levels):
 
 
 def test_autocast_over_ranks():
-    run_ranks(4, autocasted, "node+gpu")
+    run_ranks(4, autocasted)
