@@ -91,57 +91,64 @@ def results_of(layer, rank, *, tokens, through=lambda layer, x: layer(x)):
     return [y.detach(), aux.detach(), counts.double(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
+DROPS = {"drop_tokens": True, "drop_policy": "probs", "capacity_factor": 0.5, "min_capacity": 1}
+# More chunks than some ranks have tokens.
+MANY_CHUNKS = [(name, 7, {}) for name in NAMES]
+KINDS_OF_LAYERS = [
+    ("node+gpu", 3, {"shared": True}),
+    ("flat", 2, {"expert": "loop"}),
+    ("node+gpu", 2, DROPS),
+    ("flat", 4, {"shared": True, "expert": "loop"}),
+]
+
+
 def same_results(ranks_per_node, cases):
     rank, world = dist.get_rank(), dist.get_world_size()
     for name, num_chunks, options in cases:
-        for tokens in (UNEVEN[rank], 9):
-            made = {"ranks_per_node": ranks_per_node} | options
-            expected = results_of(layer_of(rank, world, name, 1, **made), rank, tokens=tokens)
-            found, again = (
-                results_of(layer_of(rank, world, name, num_chunks, **made), rank, tokens=tokens) for _ in range(2)
-            )
-            for index, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
-                assert_close(actual, wanted, what=f"{name}, {num_chunks} chunks, {tokens} tokens, result {index}")
-                assert torch.equal(actual, again[index]), "two runs differ"
-
-
-DROPS = {"drop_tokens": True, "drop_policy": "probs", "capacity_factor": 0.5, "min_capacity": 1}
-
-
-@pytest.mark.dist
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(("world", "ranks_per_node"), [(1, 1), (2, 1), (4, 2)])
-def test_results_do_not_depend_on_the_number_of_chunks(world, ranks_per_node):
-    cases = [(name, chunks, {}) for name in NAMES for chunks in (2, 7)]
-    cases += [("node+gpu", 3, {"shared": True}), ("flat", 2, {"expert": "loop"}), ("node+gpu", 2, DROPS)]
-    cases += [("flat", 4, {"shared": True, "expert": "loop"})]
-    run_ranks(world, same_results, ranks_per_node, cases, timeout_s=180.0)
-
-
-def same_when_recomputed(reentrant):
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for name in ("flat", "node+gpu"):
-        made = {"ranks_per_node": 2, "shared": True}
-        expected = results_of(layer_of(rank, world, name, 3, **made), rank, tokens=UNEVEN[rank])
-        layer = layer_of(rank, world, name, 3, **made)
-        plans = []
-        plan = layer.dispatcher.plan
-        layer.dispatcher.plan = lambda buffers, plan=plan, plans=plans: plans.append(1) or plan(buffers)
-        found = results_of(
-            layer,
-            rank,
-            tokens=UNEVEN[rank],
-            through=lambda layer, x: checkpoint(layer, x, use_reentrant=reentrant),
+        made = {"ranks_per_node": ranks_per_node} | options
+        expected, found, again = (
+            results_of(layer_of(rank, world, name, chunks, **made), rank, tokens=UNEVEN[rank])
+            for chunks in (1, num_chunks, num_chunks)
         )
-        for actual, wanted in zip(found, expected, strict=True):
-            assert torch.equal(actual, wanted)
-        assert len(plans) == 1
+        for index, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
+            assert_close(actual, wanted, what=f"{name}, {num_chunks} chunks, {options}, result {index}")
+            assert torch.equal(actual, again[index]), f"two runs differ: {name}, {num_chunks} chunks, {options}"
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_replays_all_chunks(reentrant):
-    run_ranks(4, same_when_recomputed, reentrant)
+@pytest.mark.parametrize(
+    ("world", "ranks_per_node", "cases"),
+    [(1, 1, [MANY_CHUNKS[0], MANY_CHUNKS[-1]]), (4, 2, MANY_CHUNKS + KINDS_OF_LAYERS)],
+    ids=["1 rank", "4 ranks"],
+)
+def test_results_do_not_depend_on_the_number_of_chunks(world, ranks_per_node, cases):
+    run_ranks(world, same_results, ranks_per_node, cases)
+
+
+def same_when_recomputed():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    made = {"ranks_per_node": 2, "shared": True}
+    for name in ("flat", "node+gpu"):
+        expected = results_of(layer_of(rank, world, name, 3, **made), rank, tokens=UNEVEN[rank])
+        for reentrant in (False, True):
+            layer = layer_of(rank, world, name, 3, **made)
+            plans = []
+            plan = layer.dispatcher.plan
+            layer.dispatcher.plan = lambda buffers, plan=plan, plans=plans: plans.append(1) or plan(buffers)
+            found = results_of(
+                layer,
+                rank,
+                tokens=UNEVEN[rank],
+                through=lambda layer, x, reentrant=reentrant: checkpoint(layer, x, use_reentrant=reentrant),
+            )
+            for actual, wanted in zip(found, expected, strict=True):
+                assert torch.equal(actual, wanted), f"{name}, {reentrant=}"
+            assert len(plans) == 1
+
+
+@pytest.mark.dist
+def test_checkpointing_replays_all_chunks():
+    run_ranks(4, same_when_recomputed)
 
 
 def rounded_gradients(num_chunks):
@@ -211,33 +218,36 @@ def under_way(name, num_chunks):
     def note(what):
         seen.setdefault(what, []).append(len(pending))
 
-    Pending.__init__, Pending.finish = counted_begin, counted_finish
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pending, "__init__", counted_begin)
+        patch.setattr(Pending, "finish", counted_finish)
         experts = layer.experts
         layer.experts.forward = lambda rows, plan, prepared: Noted.apply(
             type(experts).forward(experts, rows, plan, prepared), "experts", note
         )
         layer.shared_mlp = NotedMLP("shared", note)
         results_of(layer, rank, tokens=12)
-        assert not pending
-    finally:
-        Pending.__init__, Pending.finish = begin, finish
+    assert not pending
     return seen
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("name", NAMES)
-def test_an_exchange_is_under_way_while_experts_compute(name):
-    for seen in run_ranks(4, under_way, name, 1):
-        assert seen == {"experts": [0], "experts, backward": [0], "shared": [1], "shared, backward": [1]}
-    for num_chunks in (2, 3):
-        for seen in run_ranks(4, under_way, name, num_chunks):
+def check_what_is_under_way():
+    for name in NAMES:
+        seen = under_way(name, 1)
+        assert seen == {"experts": [0], "experts, backward": [0], "shared": [1], "shared, backward": [1]}, name
+        for num_chunks in (2, 3):
+            seen = under_way(name, num_chunks)
+            what = f"{name}, {num_chunks} chunks: {seen}"
             # The next chunk's rows and, from the second chunk on, the results of the one before. Backward mirrors it.
-            assert all(count >= 1 for count in seen["experts"])
-            assert all(count >= 1 for count in seen["experts, backward"])
-            assert len(seen["experts"]) == len(seen["experts, backward"]) == num_chunks
-            assert seen["shared"] == [1]
-            assert seen["shared, backward"] == [1]
+            assert all(count >= 1 for count in seen["experts"]), what
+            assert all(count >= 1 for count in seen["experts, backward"]), what
+            assert len(seen["experts"]) == len(seen["experts, backward"]) == num_chunks, what
+            assert seen["shared"] == seen["shared, backward"] == [1], what
+
+
+@pytest.mark.dist
+def test_an_exchange_is_under_way_while_experts_compute():
+    run_ranks(4, check_what_is_under_way)
 
 
 class Idle(nn.Module):
@@ -252,7 +262,7 @@ class Idle(nn.Module):
 
 
 def order_of_exchanges(name, num_chunks):
-    """Labels in the order in which this rank began them, and what is left of them after backward."""
+    """Labels in the order in which this rank began them, in forward and in backward, and the layer's counters."""
     rank, world = dist.get_rank(), dist.get_world_size()
     layer = layer_of(rank, world, name, num_chunks, ranks_per_node=2, shared=True)
     layer.experts = Experts(Idle(), 4, first_id=4 * rank, initialize=fill).double()
@@ -265,14 +275,11 @@ def order_of_exchanges(name, num_chunks):
         alive.append(weakref.ref(self))
 
     Pending.__init__ = noted
-    try:
-        x, upstream = inputs_of(rank, UNEVEN[rank])
-        y, aux, _ = layer(x)
-        loss = (y * upstream).sum() + aux
-        forward = len(labels)
-        loss.backward()
-    finally:
-        Pending.__init__ = begin
+    x, upstream = inputs_of(rank, UNEVEN[rank])
+    y, aux, _ = layer(x)
+    loss = (y * upstream).sum() + aux
+    forward = len(labels)
+    loss.backward()
     assert not any(reference() is not None for reference in alive), "kept while the loss is"
     return labels[:forward], labels[forward:], layer.counters
 
@@ -326,11 +333,13 @@ def autocast_bytes(num_chunks):
     return sum(kept.values()), 2 * sum(parameter.numel() for parameter in layer.experts.parameters())
 
 
+def whole_and_cut_bytes():
+    return autocast_bytes(1), autocast_bytes(4)
+
+
 @pytest.mark.dist
 def test_chunks_share_the_weights_that_autocast_casts():
-    for (whole, weights), (cut, _) in zip(
-        run_ranks(2, autocast_bytes, 1), run_ranks(2, autocast_bytes, 4), strict=True
-    ):
+    for (whole, weights), (cut, _) in run_ranks(2, whole_and_cut_bytes):
         assert cut - whole < weights / 4
 
 
@@ -352,8 +361,8 @@ def costs(name, num_chunks):
             kept[tensor.data_ptr()] = len(tensor)
         return tensor
 
-    dist.all_to_all_single = recorded
-    with recorded_syncs() as syncs:
+    with recorded_syncs() as syncs, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", recorded)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             y, aux, _ = layer(x)
         forward = list(kinds)
@@ -362,11 +371,15 @@ def costs(name, num_chunks):
     return forward, syncs, rows, layer.counters.traffic
 
 
+def whole_and_cut_costs(name):
+    return costs(name, 1), costs(name, 3)
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("name", ["flat", "node+gpu"])
 def test_chunks_cost_no_sync_no_metadata_exchange_and_no_memory(name):
-    whole, cut = run_ranks(4, costs, name, 1), run_ranks(4, costs, name, 3)
-    for (_, _, rows, traffic), (kinds, syncs, chunked_rows, chunked_traffic) in zip(whole, cut, strict=True):
+    for whole, (kinds, syncs, chunked_rows, chunked_traffic) in run_ranks(4, whole_and_cut_costs, name):
+        _, _, rows, traffic = whole
         assert syncs == ["tolist"]
         before = kinds[: kinds.index("rows")]
         assert before == ["torch.int64", "torch.int32"][: 2 if "node" in name else 1]
