@@ -15,29 +15,27 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("dead_rank_main.py")
 WORLD, STEP, TIMEOUT_S = 4, 3, 6.0
 
-# Where the last rank falls, and where others may then wait for it: not all need its second hop, and whoever falls on
-# entering that has not yet ended the exchange of weights, begun before and waited for after it.
+# Where the last rank falls, and where others may then wait or fail, whatever the machine's load. What it had waited for
+# has reached all others; what it had begun without waiting has reached all, some or none. So a rank may be anywhere
+# from the first exchange that the fallen one had not waited for to the last that can be reached without it.
+# A layer's exchanges, in the order in which a rank waits for them:
+WAITS = [
+    "dispatch of rows",
+    "dispatch of weights",
+    "dispatch of rows, second hop",
+    "combine of rows, second hop",
+    "combine of rows",
+]
 FLAT, BOTH = {"dispatch": "flat"}, {"dispatch": "node+gpu", "ranks_per_node": 2}
 SCENARIOS = {
-    "killed": (signal.SIGKILL, FLAT, "dispatch of rows", {"dispatch of rows"}),
-    "stopped": (signal.SIGSTOP, FLAT, "dispatch of rows", {"dispatch of rows"}),
-    "killed-hierarchical": (signal.SIGKILL, BOTH, "dispatch of rows", {"dispatch of rows"}),
-    "stopped-hierarchical": (
-        signal.SIGSTOP,
-        BOTH,
-        "dispatch of rows, second hop",
-        {"dispatch of rows, second hop", "dispatch of weights", "combine of rows"},
-    ),
-    # One chunk's results and the next one's rows are under way.
-    "killed-overlapped": (
-        signal.SIGKILL,
-        {**BOTH, "overlap_chunks": 3},
-        "combine of rows",
-        {
-            *("dispatch of rows", "dispatch of rows, second hop", "dispatch of weights"),
-            *("combine of rows", "combine of rows, second hop"),
-        },
-    ),
+    "killed": (signal.SIGKILL, FLAT, "dispatch of rows", WAITS[:1]),
+    "stopped": (signal.SIGSTOP, FLAT, "dispatch of rows", WAITS[:1]),
+    # All have their rows of the first hop, some their weights. One without holds up its neighbour, which then waits at
+    # the second hop or on its way home; two neighbours with theirs wait for results from the other node.
+    "stopped-hierarchical": (signal.SIGSTOP, BOTH, "dispatch of rows, second hop", WAITS[1:]),
+    # The first chunk's results were to leave. Under way are the second chunk's second hop and the third one's rows and
+    # weights: a rank without some of these waits there, one with all of them for the first chunk's results.
+    "killed-overlapped": (signal.SIGKILL, {**BOTH, "overlap_chunks": 3}, "combine of rows", WAITS),
 }
 
 
@@ -54,7 +52,7 @@ def folder(tmp_path_factory):
     # A session of its own, so that its ranks can be ended with it.
     job = subprocess.Popen(command, env=environ, start_new_session=True)
     try:
-        assert job.wait(timeout=360) == 0
+        assert job.wait(timeout=540) == 0
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
@@ -62,17 +60,16 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", list(SCENARIOS))
 def test_all_others_end_and_name_the_collective_the_layer_and_the_step(folder, name):
     number, _, _, operations = SCENARIOS[name]
     ends = json.loads((folder / name / "ends.json").read_text())
     assert sorted(ends) == ["0", "1", "2"], "a rank still waited when the script's limit had passed"
     reports = []
-    for rank, (status, seconds) in ends.items():
+    for rank, status in ends.items():
         log = (folder / name / f"rank-{rank}.log").read_text()
         assert status == 1, f"rank {rank}: {log[-2000:]}"
-        assert seconds < 60
         reports.append([line for line in log.splitlines() if f"RuntimeError: rank {rank}" in line][-1])
         titles = [f"'blocks.0: {operation}, step {STEP}'" for operation in operations]
         assert any(title in reports[-1] for title in titles), reports[-1]
