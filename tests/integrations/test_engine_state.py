@@ -1,4 +1,4 @@
-"""State that moves with the engine: correction bias, initial experts, evaluation, tensor-parallel ranks."""
+"""State that moves with the engine: correction bias, initial experts, evaluation, optimizers of the user's."""
 
 import copy
 import os
@@ -6,13 +6,11 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.utils import groups
 from ds_nets import (
     PLAIN,
     D,
     MoE,
     Net,
-    TensorParallel,
     batch,
     config,
     engine_of,
@@ -20,7 +18,6 @@ from ds_nets import (
     init_distributed,
     local_state,
     mlp,
-    reference_steps,
     train,
     whole_state,
 )
@@ -28,7 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from xmoe.integrations.deepspeed import initialize
-from xmoe.testing import assert_close, run_ranks
+from xmoe.testing import run_ranks
 
 pytestmark = pytest.mark.dist
 RATE = 0.25
@@ -236,38 +233,6 @@ def test_evaluation_on_one_rank_only_ends_with_the_layers_name():
     assert isinstance(lonely, RuntimeError)
     assert "block.a" in str(lonely)
     assert "rank 0" in str(lonely)
-
-
-def _tensor_parallel(world, stage):
-    init_distributed()
-    mpu, replicas = TensorParallel(), world // 2
-    for ep_size in (1, 2):
-        whole = whole_state()
-        net = Net(ep_size=ep_size, **PLAIN)
-        net.load_state_dict(local_state(whole, net))
-        ds = config(stage=stage, kind="SGD", lr=0.05)
-        engine = initialize(model=net, config=ds, mpu=mpu)[0]
-        x, y = batch(0, dist.get_rank() // 2)
-        losses = []
-        for _ in range(2):
-            loss = engine(x, y)
-            losses.append(float(loss))
-            engine.backward(loss)
-            engine.step()
-        batches = [[[batch(0, r) for r in range(replicas)]]] * 2
-        expected, norms = reference_steps(whole, batches, k=2, lr=0.05)
-        assert losses[0] == pytest.approx(float(_reference(whole, x, y)), rel=1e-5)
-        assert float(engine.get_global_grad_norm()) == pytest.approx(norms[-1], rel=1e-4)
-        # Each tensor-parallel rank multiplies its copy of the tokens in other places of a batch of rows.
-        found = gather_whole(net, drift=1e-6)
-        for key in expected:
-            assert_close(found[key], expected[key], what=f"ep_size {ep_size} {key}")
-    assert groups.mpu is mpu
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_two_tensor_parallel_ranks_give_the_output_and_the_gradients_of_one(stage):
-    run_ranks(4, _tensor_parallel, 4, stage)
 
 
 def _client_optimizers():

@@ -143,30 +143,36 @@ def check(size, cases, kind=Net):
             assert_close(found[2][key], value, what=f"{case} {key}")
 
 
-CASES = [
-    {"stage": 0},
-    {"stage": 1, "clip": 0.1, "ep_size": 2, "tokens": 7},
-    {"stage": 2, "ep_size": 1, "tokens": 3},
-    {"stage": 0, "tokens": 1, **TIGHT},
-    {"stage": 1, "tokens": 9, "k": 3, **TIGHT},
-    {"stage": 2, "accumulation": 2, "tokens": 5, "aux_loss_scope": "sequence", "z_loss_coefficient": 0.1},
-]
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
+        (
+            2,
+            [
+                {"stage": 1, "ep_size": 2, "tokens": 7, "clip": 0.1},
+                {"stage": 0, "tokens": 1, **TIGHT},
+                {"stage": 2, "tokens": 5, "accumulation": 2, "aux_loss_scope": "sequence", "z_loss_coefficient": 0.1},
+            ],
+        ),
+        (4, [{"stage": 2, "ep_size": 1, "tokens": 3}, {"stage": 0, "tokens": 9, "k": 3, **TIGHT}]),
+    ],
+    ids=["pairs", "four ranks"],
+)
+def test_equals_the_unsharded_layers(size, cases):
+    """At ZeRO 0, 1 and 2, with shared experts and their gate, drops, clipping, accumulation, odd tokens."""
+    run_ranks(4, check, size, cases, timeout_s=120)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_equals_the_unsharded_layers_at_zero_0_1_and_2(size):
-    """With shared experts and their gate, experts on 1, 2 and 4 ranks, drops, clipping, accumulation, odd tokens."""
-    run_ranks(4, check, size, CASES, timeout_s=120)
-
-
-def _sequence_parallel(size):
-    cases = [{"tokens": 8}, {"stage": 1, "tokens": 8, "k": 3, **TIGHT}, {"stage": 2, "ep_size": 2, "tokens": 7}]
-    check(size, cases, SequenceParallelNet)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_input_that_megatron_has_cut_is_not_cut_again(size):
-    run_ranks(4, _sequence_parallel, size, timeout_s=120)
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
+        (2, [{"tokens": 8}, {"stage": 1, "tokens": 7, "k": 3, **TIGHT}]),
+        (4, [{"stage": 2, "ep_size": 2, "tokens": 7, **TIGHT}]),
+    ],
+    ids=["pairs", "four ranks"],
+)
+def test_input_that_megatron_has_cut_is_not_cut_again(size, cases):
+    run_ranks(4, check, size, cases, SequenceParallelNet, timeout_s=120)
 
 
 class Ulysses:
@@ -214,8 +220,9 @@ def _ulysses():
         engine.step()
         cut = slice(rank % 2 * 3, rank % 2 * 3 + 3)
         assert_close(x.grad, expected[1][rank // 2][:, cut], what=f"stage {stage} input")
+        after = gather_whole(net)
         for key, value in expected[2].items():
-            assert_close(gather_whole(net)[key], value, what=f"stage {stage} {key}")
+            assert_close(after[key], value, what=f"stage {stage} {key}")
 
 
 def test_input_that_deepspeed_has_cut_is_not_cut_again():
