@@ -31,7 +31,7 @@ from xmoe.testing import assert_close, run_ranks
 pytestmark = pytest.mark.dist
 
 LR = 0.05
-STEPS = 3
+STEPS = 2
 DATA_FIRST = "use_data_before_expert_parallelism"
 
 
@@ -39,13 +39,13 @@ def tokens_of(rank, uneven):
     return (5, 0, 9, 1)[rank] if uneven else 6
 
 
-def _train(ep_size, k, *, accumulation=1, uneven=False, dtype=torch.float32, **options):
-    """Norms of the steps, parameters after them, and the reference's."""
+def _train(ep_size, k, *, accumulation=1, uneven=False, **options):
+    """Norms of the steps, parameters after them, and the batches: ``[step][part]``, the ranks' ``(x, y)``."""
     init_distributed()
     whole = whole_state(k=k)
     net = Net(ep_size=ep_size, k=k, **PLAIN)
     net.load_state_dict(local_state(whole, net, data_first=options.get(DATA_FIRST, False)))
-    engine = engine_of(net, kind="SGD", lr=LR, accumulation=accumulation, bf16=dtype == torch.bfloat16, **options)
+    engine = engine_of(net, kind="SGD", lr=LR, accumulation=accumulation, **options)
     ranks = range(dist.get_world_size())
     batches = [
         [[batch(10 * step + part, r, tokens=tokens_of(r, uneven)) for r in ranks] for part in range(accumulation)]
@@ -54,29 +54,34 @@ def _train(ep_size, k, *, accumulation=1, uneven=False, dtype=torch.float32, **o
     norms = []
     for step in range(STEPS):
         for part in range(accumulation):
-            x, y = batches[step][part][dist.get_rank()]
-            engine.backward(engine(x.to(dtype), y.to(dtype)))
+            engine.backward(engine(*batches[step][part][dist.get_rank()]))
             engine.step()
         norms.append(float(engine.get_global_grad_norm()))
-    expected, expected_norms = reference_steps(whole, batches, k=k, lr=LR, clip=engine.gradient_clipping())
-    return norms, gather_whole(net), expected_norms, expected
+    return norms, gather_whole(net), batches
 
 
 def _check_fp32(cases):
     for case in cases:
-        norms, found, expected_norms, expected = _train(**case)
-        assert norms == pytest.approx(expected_norms, rel=2e-5), case
+        norms, found, batches = _train(**case)
+        everywhere = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, norms)
+        if dist.get_rank() != 0:  # one comparison is enough: the ranks' parameters agree
+            continue
+        expected, expected_norms = reference_steps(
+            whole_state(k=case["k"]), batches, k=case["k"], lr=LR, clip=case.get("clip", 0.0)
+        )
+        for norms in everywhere:
+            assert norms == pytest.approx(expected_norms, rel=2e-5), case
         for key in expected:
             assert_close(found[key], expected[key], what=f"{case} {key}")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_parameters_and_norms_equal_the_single_process_reference(stage):
-    cases = [{"ep_size": ep_size, "k": 2, "stage": stage} for ep_size in (1, 2, 4)]
-    cases += [
+    cases = [
         {"ep_size": (1, 4), "k": 1, "stage": stage, "uneven": True},
-        {"ep_size": 2, "k": 3, "stage": stage, "uneven": True, "accumulation": 3},
-        {"ep_size": 2, "k": 2, "stage": stage, "clip": 0.5, "accumulation": 2},
+        {"ep_size": 2, "k": 3, "stage": stage, "uneven": True, "accumulation": 2},
+        {"ep_size": 1, "k": 2, "stage": stage, "clip": 0.5, "accumulation": 2},
         {"ep_size": 4, "k": 2, "stage": stage, "clip": 0.1},
     ]
     if stage == 2:
@@ -93,17 +98,17 @@ def test_the_other_layout_of_groups_gives_the_same_gradients():
 def _norm_of_this_model(cases):
     """bf16: the norm the engine reports against the norm of the very gradients it holds, gathered; and the clipping."""
     init_distributed()
+    whole = {key: v.bfloat16().float() for key, v in whole_state().items()}
+    _, expected_norms = reference_steps(whole, [[[batch(0, r) for r in range(4)]]], k=2, lr=LR)
     for case in cases:
         options = {**case}
         if options.pop("fused", False):
             # DeepSpeed takes its fused fp16 wrapper for FusedAdam alone, which needs a device to build.
             deepspeed_engine.FusedAdam = torch.optim.SGD
-        whole = {key: v.bfloat16().float() for key, v in whole_state().items()}
         net = Net(ep_size=options.pop("ep_size"), k=2, **PLAIN)
         net.load_state_dict(local_state(whole, net))
         engine = engine_of(net, kind="SGD", lr=LR, bf16=True, **options)
         x, y = batch(0)
-        _, expected_norms = reference_steps(whole, [[[batch(0, r) for r in range(4)]]], k=2, lr=LR)
         engine.backward(engine(x.bfloat16(), y.bfloat16()))
         engine.step()
         norm = float(engine.get_global_grad_norm())
@@ -119,9 +124,9 @@ def _norm_of_this_model(cases):
 
 def test_bfloat16_norms_and_clipping_equal_the_reference():
     fp32_sums = {"data_types": {"grad_accum_dtype": "fp32"}}
-    cases = [{"ep_size": e, "stage": s, "clip": c} for e in (2, 4) for s in (0, 1, 2) for c in (0.0, 0.5)]
-    cases += [{"ep_size": 2, "stage": 1, "clip": c, **fp32_sums} for c in (0.0, 0.5)]
-    cases += [{"ep_size": 2, "stage": 0, "clip": c, "fused": True} for c in (0.0, 0.5)]
+    engines = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 1, **fp32_sums}]
+    engines += [{"stage": 0, "fused": True}]  # the last, as it stays so
+    cases = [{"ep_size": e, "clip": c, **engine} for engine in engines for e, c in ((4, 0.0), (2, 0.5))]
     run_ranks(4, _norm_of_this_model, cases, timeout_s=100)
 
 
