@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import interpreter_floats
+import interpreter_speed
 import numpy as np
 import torch
 import triton.language as tl
@@ -118,7 +119,7 @@ def checked_interpreter() -> Iterator[None]:
     """Everything this module checks, for kernels that run inside."""
     replaced: Patches = []
     try:
-        for owner, name, value in [*interpreter_floats.patches(), *_patches()]:
+        for owner, name, value in [*interpreter_floats.patches(), *interpreter_speed.patches(), *_patches()]:
             replaced.append((owner, name, getattr(owner, name)))
             setattr(owner, name, value)
         yield

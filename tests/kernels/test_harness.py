@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from harness import Chosen, KernelFault, allowed, only_programs, program_order, race_check, traffic
 from interpreter_floats import narrow, widen
+from triton.runtime import interpreter
 
 from xmoe.kernels.ragged import stack
 from xmoe.kernels.rows import gather_rows
@@ -101,6 +102,16 @@ def _read_back_kernel(x, out, BARRIER: tl.constexpr):
     if BARRIER:
         tl.debug_barrier()
     tl.store(out, tl.load(x))
+
+
+@triton.jit
+def _twice(x):
+    return x + x
+
+
+@triton.jit
+def _calls_kernel(x, out):
+    tl.store(out + tl.program_id(0), _twice(_twice(tl.load(x + tl.program_id(0)))))
 
 
 @triton.jit
@@ -328,3 +339,14 @@ def test_traffic_holds_the_declared_cost_of_launchers():
     assert [launch.kernel for launch in launches] == ["_gather_rows_kernel"]
     assert launches[0].declared is not None
     assert launches[0].declared.bytes_written == 2 * 7 * 4
+
+
+def test_the_language_is_replaced_once_a_launch_and_is_itself_again_afterwards(monkeypatch):
+    replaced, replace = [], interpreter._patch_lang_core
+    monkeypatch.setattr(interpreter, "_patch_lang_core", lambda *which: (replaced.append(which[0]), replace(*which)))
+    before, out = dict(vars(tl)), torch.empty(3)
+    for launches in (1, 2):
+        _calls_kernel[(3,)](torch.arange(3.0), out)
+        assert out.tolist() == [0.0, 4.0, 8.0]
+        assert replaced == [tl] * launches
+        assert vars(tl) == before
