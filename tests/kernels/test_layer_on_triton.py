@@ -4,6 +4,7 @@ import copy
 import sys
 from types import FunctionType, ModuleType
 
+import harness
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from xmoe.ops.collectives import Exchange
 from xmoe.router import RouterSettings, TopKRouter
 from xmoe.testing import assert_close, run_ranks
 
-D, F, E = 24, 40, 5
+D, F, E = 20, 24, 5  # two blocks of the interpreter's, the second one cut short
 
 
 class SwiGLU(nn.Module):
@@ -106,17 +107,22 @@ def assert_same(found, expected):
             assert_close(found[name], value, what=name)
 
 
+# Each way of routing is tests/kernels/test_router_on_triton.py's; to what follows, it is ids and weights.
 CASES = {
     "plain": {},
     "k_1": {"top_k": 1, "random_token_selection": False},
-    "k_is_all": {"top_k": E},
-    "sigmoid_with_bias": {"score_function": "sigmoid", "correction_bias": True, "routed_scaling_factor": 2.5},
-    "groups": {"num_expert_groups": 5, "num_limited_groups": 3, "group_score": "max"},
-    "per_sequence": {"aux_loss_scope": "sequence"},
-    "dropping": {"drop_tokens": True, "capacity_factor": 0.6, "min_capacity": 1},
-    "dropping_by_position": {"drop_tokens": True, "capacity_factor": 0.5, "min_capacity": 0, "drop_policy": "position"},
-    "top_2": {"top_k": 2, "sample_second_expert": False},
-    "forced": {"force_balance": True},
+    "dropping, with all that routing has": {
+        "score_function": "sigmoid",
+        "correction_bias": True,
+        "routed_scaling_factor": 2.5,
+        "num_expert_groups": 5,
+        "num_limited_groups": 3,
+        "group_score": "max",
+        "aux_loss_scope": "sequence",
+        "drop_tokens": True,
+        "capacity_factor": 0.6,
+        "min_capacity": 1,
+    },
 }
 
 
@@ -138,8 +144,9 @@ def test_the_layer_equals_the_layer_on_the_twins(name, monkeypatch):
     assert sum(count for kernel, count in launches.items() if "grouped" in kernel) == 7, launches
 
 
-@pytest.mark.parametrize("expert", EXPERTS)
-@pytest.mark.parametrize("num_tokens", [0, 1, 17])
+@pytest.mark.parametrize(
+    ("expert", "num_tokens"), [("gelu", 17), ("gelu_tanh", 5), ("relu", 1), ("swiglu", 1), ("gelu", 0), ("swiglu", 0)]
+)
 def test_every_kind_of_expert_and_few_tokens(expert, num_tokens):
     layer = make_layer(expert, top_k=2, sample_second_expert=False)
     x = torch.randn(num_tokens, D)
@@ -168,16 +175,19 @@ def test_low_precision(dtype):
 @pytest.mark.parametrize("recompute", [True, False], ids=["reentrant", "not_reentrant"])
 def test_a_recompute_replays_the_decisions(recompute):
     layer = make_layer(drop_tokens=True, capacity_factor=0.6, min_capacity=1)
-    layer.kernels = "triton"
     x = torch.randn(13, D)
-    assert_same(run(layer, x, recompute=recompute), run(layer, x))
+    expected = run(layer, x)
+    layer.kernels = "triton"
+    assert_same(run(layer, x, recompute=recompute), expected)
 
 
-def test_two_runs_are_bitwise_equal():
+def test_two_runs_are_bitwise_equal_whatever_the_order_of_programs():
     layer = make_layer()
     layer.kernels = "triton"
     x = torch.randn(18, D)
-    first, second = run(layer, x), run(layer, x)
+    first = run(layer, x)
+    with harness.program_order("reversed"):
+        second = run(layer, x)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
 
@@ -190,10 +200,10 @@ def test_float64_is_refused_by_name():
 
 
 def _over_ranks():
-    rank, size = dist.get_rank(), dist.get_world_size()
-    gate = TopKRouter(D, E * size, settings=RouterSettings(top_k=3, drop_tokens=False))
-    layer = RoutedMLP(gate, make_layer().experts)
-    layer.set_dispatcher(FlatDispatcher(Exchange(group=dist.group.WORLD, label="test", timeout_s=30.0)))
+    rank, size, num_local = dist.get_rank(), dist.get_world_size(), 2
+    gate = TopKRouter(D, num_local * size, settings=RouterSettings(top_k=3, drop_tokens=False))
+    layer = RoutedMLP(gate, make_layer(num_local=num_local).experts)
+    layer.set_dispatcher(FlatDispatcher(Exchange(group=dist.group.WORLD, label="test", timeout_s=100.0)))
     for index, parameter in enumerate(layer.experts.parameters()):
         nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(100 * rank + index))
     for num_tokens in (0 if rank else 7, 2 + 3 * rank):
@@ -201,11 +211,11 @@ def _over_ranks():
         layer.kernels = "torch"
         expected = run(layer, x)
         layer.kernels = "triton"
-        with counting() as launches:
+        with harness.checked_interpreter(), counting() as launches:
             assert_same(run(layer, x), expected)
         assert launches.total() > 5
 
 
 @pytest.mark.dist
 def test_rows_of_other_ranks():
-    run_ranks(2, _over_ranks)
+    run_ranks(2, _over_ranks, timeout_s=100.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch.distributed as dist
@@ -48,14 +49,14 @@ def _assert_same(found: Any, expected: Any) -> None:
 
 def _plans(num_chunks: int) -> int:
     rank = dist.get_rank()
-    exchange = Exchange(group=dist.group.WORLD, label="test", timeout_s=60.0)
+    exchange = Exchange(group=dist.group.WORLD, label="test", timeout_s=100.0)
     dispatcher = make_dispatcher(
         "node+gpu", exchange, ranks_per_node=2, device=torch.device("cpu"), num_chunks=num_chunks
     )
     buffers = [_buffer(0 if rank == chunk else 4 + 3 * rank, 10 * rank + chunk) for chunk in range(num_chunks)]
     with use_kernels("torch"):
         expected = dispatcher.plan(buffers)
-    with use_kernels("triton"), counting() as launches:
+    with use_kernels("triton"), harness.checked_interpreter(), counting() as launches:
         found = dispatcher.plan(buffers)
     for plan, wanted in zip(found, expected, strict=True):
         _assert_same(plan, wanted)
@@ -64,4 +65,4 @@ def _plans(num_chunks: int) -> int:
 
 @pytest.mark.dist
 def test_four_ranks_plan_by_the_kernels_as_by_the_twins():
-    assert run_ranks(4, _plans, 2) == [2 * 26] * 4
+    assert run_ranks(4, _plans, 2, timeout_s=100.0) == [2 * 26] * 4
