@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from ds_nets import PLAIN, Net, config, engine_of, gather_whole, init_distributed, local_state, train, whole_state
 
+from xmoe.config import ConfigError
 from xmoe.integrations.deepspeed import initialize
 from xmoe.links import Link, write_links
 from xmoe.metrics import take_layer_loads
@@ -25,12 +26,12 @@ def trained(sections, ep_size, hosts, options):
     init_distributed()
     if hosts is not None:
         live_on(hosts)
-    results = []
+    results, whole = [], whole_state()
     for section in sections:
         net = Net(ep_size=ep_size, k=3, **PLAIN)
-        net.load_state_dict(local_state(whole_state(), net, data_first="use_data_before_expert_parallelism" in options))
+        net.load_state_dict(local_state(whole, net, data_first="use_data_before_expert_parallelism" in options))
         engine = engine_of(net, xmoe=section, **options)
-        losses = train(engine, range(4), tokens=2 + 3 * dist.get_rank())
+        losses = train(engine, range(2), tokens=2 + 3 * dist.get_rank())
         loads = take_layer_loads(net)
         traffic = [load.traffic for load in loads]
         assert all(load.between_nodes_bytes <= load.all_to_all_bytes for load in loads)
@@ -48,8 +49,8 @@ def trained(sections, ep_size, hosts, options):
     ],
 )
 def test_training_by_any_dispatch_is_training_by_flat(world, ep_size, hosts, options):
-    given = {} if hosts else {"ranks_per_node": 2}
-    sections = [{"dispatch": name, **given} for name in ("flat", "gpu", "node", "node+gpu")]
+    given, names = ({}, ["gpu", "node"]) if hosts else ({"ranks_per_node": 2}, [])
+    sections = [{"dispatch": name, **given} for name in ("flat", *names, "node+gpu")]
     sections += [{"dispatch": "node+gpu", "overlap_chunks": 3, **given}]
     for found in run_ranks(world, trained, sections, ep_size, hosts, options):
         losses, whole, flat = found[0]
@@ -63,57 +64,59 @@ def test_training_by_any_dispatch_is_training_by_flat(world, ep_size, hosts, opt
                 assert ours.redundancy >= theirs.redundancy == 0.0
 
 
-def chosen(links, hosts):
-    """What "auto" makes of both layers."""
-    os.environ["XMOE_LINKS"], os.environ["XMOE_CACHE_DIR"] = links, "/nowhere"
+def chosen(files, hosts):
+    """What "auto" makes of both layers by each of the files of measured links, or its error."""
+    os.environ["XMOE_CACHE_DIR"] = "/nowhere"
     init_distributed()
     live_on(hosts)
-    net = Net(ep_size=4, k=4, **PLAIN)
-    train(engine_of(net), range(2))
-    return [type(layer.deepspeed_moe.dispatcher).__name__ for layer in (net.a, net.b)]
+    results = []
+    for links in files:
+        os.environ["XMOE_LINKS"] = links
+        net = Net(ep_size=4, k=4, **PLAIN)
+        try:
+            train(engine_of(net), range(2))
+            results.append([type(layer.deepspeed_moe.dispatcher).__name__ for layer in (net.a, net.b)])
+        except ConfigError as error:
+            results.append(str(error))
+    return results
 
 
 def test_auto_follows_the_measured_links(tmp_path):
     path = tmp_path / "links.json"
     link = Link(latency_s=0.0, bandwidth_bytes_per_s=1e6)
     write_links(path, intra_node=link, inter_node=link, hosts=["a", "b"], setting={})
-    assert run_ranks(4, chosen, "", "aabb") == [["FlatDispatcher"] * 2] * 4
-    assert run_ranks(4, chosen, str(path), "aabb") == [["HierarchicalDispatcher"] * 2] * 4
-    answers = run_ranks(4, chosen, str(tmp_path / "none.json"), "aabb", return_exceptions=True)
-    assert [type(answer).__name__ for answer in answers] == ["ConfigError"] * 4
-    assert "XMOE_LINKS" in str(answers[3])
+    for unmeasured, measured, missing in run_ranks(4, chosen, ["", str(path), str(tmp_path / "none.json")], "aabb"):
+        assert unmeasured == ["FlatDispatcher"] * 2
+        assert measured == ["HierarchicalDispatcher"] * 2
+        assert "XMOE_LINKS" in missing
 
 
-def refused(section, hosts):
-    """What xmoe.initialize says here; then a good start, to show that nothing was left half done."""
+def refused(sections, hosts):
+    """What xmoe.initialize says here of each; then a good start, to show that nothing was left half done."""
     init_distributed()
     live_on(hosts)
-    try:
-        initialize(model=Net(ep_size=3, num_experts=6), config=config(xmoe=section))
-    except ValueError as error:
-        said = f"{type(error).__name__}: {error}"
+    said = []
+    for section in sections:
+        try:
+            initialize(model=Net(ep_size=3, num_experts=6), config=config(xmoe=section))
+        except ValueError as error:
+            said.append(f"{type(error).__name__}: {error}")
     engine = engine_of(Net(ep_size=3, num_experts=6, **PLAIN), xmoe={"dispatch": "gpu"})
     train(engine, range(1))
     return said
 
 
-@pytest.mark.parametrize(
-    ("section", "words"),
-    [
-        (
-            {"dispatch": "node+gpu"},
-            "ConfigError: xmoe.ranks_per_node is None: the hosts hold unequal numbers of the 3 ranks of an "
-            "expert-parallel group (a: 2, b: 1)",
-        ),
-        (
-            {"dispatch": "node", "ranks_per_node": 5},
-            "ConfigError: xmoe.ranks_per_node is 5: lays the 3 ranks of an expert-parallel group (3, 4, 5) unequally "
-            "on nodes (2 on node 0, 1 on node 1)",
-        ),
-    ],
-)
-def test_unequal_nodes_of_one_group_are_every_ranks_error(section, words):
+def test_unequal_nodes_of_one_group_are_every_ranks_error():
     # Only one of the two expert-parallel groups lies unequally.
-    answers = run_ranks(6, refused, section, "aabccc")
+    sections = [{"dispatch": "node+gpu"}, {"dispatch": "node", "ranks_per_node": 5}]
+    answers = run_ranks(6, refused, sections, "aabccc")
     assert answers == [answers[0]] * 6
-    assert answers[0].startswith(words)
+    by_hosts, by_number = answers[0]
+    assert by_hosts.startswith(
+        "ConfigError: xmoe.ranks_per_node is None: the hosts hold unequal numbers of the 3 ranks of an "
+        "expert-parallel group (a: 2, b: 1)"
+    )
+    assert by_number.startswith(
+        "ConfigError: xmoe.ranks_per_node is 5: lays the 3 ranks of an expert-parallel group (3, 4, 5) unequally "
+        "on nodes (2 on node 0, 1 on node 1)"
+    )
