@@ -122,13 +122,14 @@ def _load(net, whole, *, split):
 
 def _gather(net, *, split):
     """The whole parameters by global name; replicas must agree bit by bit."""
-    own = {(key, dim, dist.get_rank() % 2): p.detach().clone() for key, p, dim in _pieces(net, split=split)}
+    own = {(key, dim, dist.get_rank() % 2): p.detach().numpy() for key, p, dim in _pieces(net, split=split)}
     everywhere = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)
     parts = {}
     for (key, dim, place), value in (item for part in everywhere for item in part.items()):
+        value = torch.from_numpy(value)
         found = parts.setdefault(key, (dim, {}))[1].setdefault(0 if dim is None else place, value)
-        torch.testing.assert_close(value, found, rtol=0, atol=0, msg=f"replicas of {key} differ")
+        assert torch.equal(value, found), f"replicas of {key} differ"
     return {
         k: shares[0] if dim is None else torch.cat([shares[0], shares[1]], dim) for k, (dim, shares) in parts.items()
     }
@@ -163,9 +164,11 @@ def _expected(whole, mpu, clip):
 def _check(cases):
     init_distributed()
     mpu, whole = TensorParallel(), whole_state()
+    expected_by_clip = {clip: _expected(whole, mpu, clip) for clip in (0.0, 0.1)}
     for case in cases:
         _, loss, x_grad, after, norm = _step(MoE, whole, mpu=mpu, **case)
-        expected = _expected(whole, mpu, case.get("clip", 0.0))
+        assert groups.mpu is mpu
+        expected = expected_by_clip[case.get("clip", 0.0)]
         assert_close(loss, expected[0], what=f"{case} loss")
         assert_close(x_grad, expected[1], what=f"{case} gradient of the input")
         assert float(norm) == pytest.approx(expected[3], rel=1e-5), case
@@ -190,21 +193,21 @@ def _check_native(split, stages):
 
 def _check_both(split, cases):
     _check([{"split": split, **case} for case in cases])
-    _check_native(split, [(0, ROOM), (1, ROOM), (0, TIGHT)])
+    _check_native(split, [(1, ROOM), (0, TIGHT)])
 
 
 def test_whole_experts_equal_one_process_and_the_native_layer():
     """Outputs, gradients and norms; the tensor-parallel ranks hold different experts."""
-    cases = [{"stage": 0, **PLAIN}, {"stage": 1, "clip": 0.1, **ROOM}, {"stage": 2, **PLAIN}]
-    cases += [{"ep_size": 1, **PLAIN}, {"ep_size": 4, "clip": 0.1, **PLAIN}]
+    cases = [{"stage": 0, "ep_size": 4, "clip": 0.1, **PLAIN}, {"stage": 1, "clip": 0.1, **ROOM}]
+    cases += [{"stage": 2, "ep_size": 1, **PLAIN}]
     cases += [{"ep_size": 4, "dispatch": "node+gpu", "ranks_per_node": 2, **PLAIN}]
     run_ranks(4, _check_both, False, cases, timeout_s=90)
 
 
 def test_split_experts_equal_one_process_and_the_native_layer():
     """The same with enable_expert_tensor_parallelism: an expert's halves on the tensor-parallel ranks."""
-    cases = [{"stage": 0, "clip": 0.1, **PLAIN}, {"stage": 1, "clip": 0.1, **ROOM}, {"stage": 2, **PLAIN}]
-    cases += [{"ep_size": 1, **PLAIN}, {"dispatch": "node", "ranks_per_node": 2, **PLAIN}]
+    cases = [{"stage": 1, "clip": 0.1, **ROOM}, {"stage": 2, "ep_size": 1, **PLAIN}]
+    cases += [{"stage": 0, "clip": 0.1, "dispatch": "node", "ranks_per_node": 2, **PLAIN}]
     run_ranks(4, _check_both, True, cases, timeout_s=90)
 
 
