@@ -136,11 +136,12 @@ def _check(cases):
 
 
 RECOMPUTED = {"stage": 0, "clip": 0.1, "interval": 1}
+BF16 = [{"stage": 0, "bf16": True}, {"stage": 1, "bf16": True}]
 CASES = {
-    "both": [{"stage": 0}, {"stage": 1, "clip": 0.1}, {"stage": 0, "bf16": True}],
-    "sizes": [{"stage": 1}, RECOMPUTED, {"stage": 1, "bf16": True}],
-    "first": [{"stage": 1}, RECOMPUTED, {"stage": 1, "bf16": True}],
-    "last": [{"stage": 0}, {"stage": 1, "clip": 0.1}, {"stage": 0, "bf16": True}],
+    "both": [{"stage": 0}, {"stage": 1, "clip": 0.1}, BF16[0]],
+    "sizes": [{"stage": 1}, RECOMPUTED, BF16[1]],
+    "first": [{"stage": 1}, RECOMPUTED, *BF16],
+    "last": [{"stage": 0}, {"stage": 1, "clip": 0.1}, *BF16],
 }
 
 
