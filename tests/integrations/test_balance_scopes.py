@@ -32,7 +32,7 @@ def engine_for(weight, *, ep_size=1, accumulation=1, native=False, wrap=lambda l
         net[0].deepspeed_moe.gate.wg.weight.copy_(weight)
     call = wrap(net[0])
     net.forward = lambda x: call(x)[1]
-    ds = config(kind="SGD", lr=LR, accumulation=accumulation, xmoe={"collective_timeout_s": 1.5})
+    ds = config(kind="SGD", lr=LR, accumulation=accumulation, xmoe={"collective_timeout_s": 30.0})
     return engine_of(net, native=native, ds=ds)
 
 
