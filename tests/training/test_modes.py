@@ -37,18 +37,15 @@ def plain(work: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "setting",
+    ("checkpointing", "other"),
     [
-        "model.activation_checkpointing=reentrant",
-        "model.activation_checkpointing=non_reentrant",
-        "model.activation_checkpointing=deepspeed",
-        "zero_optimization.stage=0",
-        "zero_optimization.stage=2",
-        "model.ep_size=1",
+        ("reentrant", "zero_optimization.stage=0"),
+        ("non_reentrant", "zero_optimization.stage=2"),
+        ("deepspeed", "model.ep_size=1"),
     ],
 )
-def test_equal_losses_norms_and_loads(work: Path, plain: list[dict[str, Any]], setting: str) -> None:
-    found = losses(work, setting.replace("=", "-"), setting)
+def test_equal_losses_norms_and_loads(work: Path, plain: list[dict[str, Any]], checkpointing: str, other: str) -> None:
+    found = losses(work, checkpointing, f"model.activation_checkpointing={checkpointing}", other)
     for one, other in zip(plain, found, strict=True):
         assert other["loss_bits_per_byte"] == pytest.approx(one["loss_bits_per_byte"], abs=1e-6)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
@@ -56,12 +53,7 @@ def test_equal_losses_norms_and_loads(work: Path, plain: list[dict[str, Any]], s
         assert other["effective_tflops_per_s"] == pytest.approx(other["nominal_tflops_per_s"])
 
 
-@pytest.mark.parametrize("sequence_shard", ["true", "false"])
-def test_two_ranks_for_each_batch_have_the_losses_of_one(
-    work: Path, plain: list[dict[str, Any]], sequence_shard: str
-) -> None:
-    settings = ["model.tp_size=2", "model.ep_size=4", f"xmoe.sequence_shard={sequence_shard}"]
-    found = losses(work, f"shard-{sequence_shard}", *settings, world=4)
+def check_two_ranks_for_each_batch(found: list[dict[str, Any]], plain: list[dict[str, Any]]) -> None:
     for one, other in zip(plain, found, strict=True):
         assert other["loss_bits_per_byte"] == pytest.approx(one["loss_bits_per_byte"], abs=1e-6)
         assert other["aux_loss"] == pytest.approx(one["aux_loss"], rel=1e-5)
@@ -70,9 +62,17 @@ def test_two_ranks_for_each_batch_have_the_losses_of_one(
         assert other["effective_tflops_per_s"] == pytest.approx(other["nominal_tflops_per_s"])
 
 
-def test_two_ranks_for_each_batch_resume(work: Path) -> None:
+def test_two_ranks_for_each_batch_have_the_losses_of_one(work: Path, plain: list[dict[str, Any]]) -> None:
+    settings = ["model.tp_size=2", "model.ep_size=4", "xmoe.sequence_shard=false"]
+    check_two_ranks_for_each_batch(losses(work, "whole", *settings, world=4), plain)
+
+
+def test_two_ranks_that_share_each_batch_have_the_losses_of_one_and_resume(
+    work: Path, plain: list[dict[str, Any]]
+) -> None:
     settings = ["model.tp_size=2", "model.ep_size=2", "xmoe.sequence_shard=true", "run.save_interval=2"]
     whole = losses(work, "saved", *settings, world=4)
+    check_two_ranks_for_each_batch(whole, plain)
     shutil.rmtree(work / "runs/saved/checkpoints/step_00000004")
     overrides = [argument for setting in settings for argument in ("--set", setting)]
     command = ["train", "--config", "run.json", "--name", "saved", "--resume", *overrides]
