@@ -8,8 +8,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,18 +149,34 @@ def start(work: Path, content: dict[str, Any] | None, *arguments: str) -> Job:
     return Job(launcher=launcher, folder=folder, output=output)
 
 
-def run_on_ranks(work: Path, *arguments: str, world: int = WORLD, timeout_s: float = 100) -> list[tuple[int, str]]:
+def run_on_ranks(
+    work: Path,
+    *arguments: str,
+    world: int = WORLD,
+    timeout_s: float = 100,
+    meanwhile: Callable[[Callable[[int], int]], None] | None = None,
+) -> list[tuple[int, str]]:
     """``xmoe ARGUMENTS`` on preloaded ranks in the folder ``work``: each rank's exit code and standard error.
 
     ``%RANK%`` in an argument becomes the rank. No launcher, so no launcher's second of start-up for each rank.
+    ``meanwhile`` is called while they run, with a function from ranks to their process ids.
     """
-    return run_ranks(world, command_on_this_rank, str(work), arguments, timeout_s=timeout_s)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as thread:
+        answers = thread.submit(
+            run_ranks, world, command_on_this_rank, str(work), arguments, folder, timeout_s=timeout_s
+        )
+        if meanwhile is not None:
+            meanwhile(lambda rank: int(Path(folder, f"pid_{rank}").read_text()))
+        return answers.result()
 
 
-def command_on_this_rank(work: str, arguments: tuple[str, ...]) -> tuple[int, str]:
+def command_on_this_rank(work: str, arguments: tuple[str, ...], folder: str | None = None) -> tuple[int, str]:
+    """Runs the command in this process; its process id is in ``folder``/pid_RANK."""
     from xmoe.launch.cli import main
 
     os.chdir(work)
+    if folder is not None:
+        Path(folder, f"pid_{os.environ['RANK']}").write_text(str(os.getpid()))
     # The ranks are joined already; the command only wants to see where they met.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     sys.argv = ["xmoe", *(argument.replace("%RANK%", os.environ["RANK"]) for argument in arguments)]
