@@ -24,7 +24,7 @@ def _hang_on(rank):
         dist.barrier()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_ranks_answer_in_order(world_size):
     assert run_ranks(world_size, _rank_sum) == [(r, sum(range(world_size))) for r in range(world_size)]
 
@@ -35,5 +35,6 @@ def test_a_failure_names_its_rank():
 
 
 def test_a_hang_ends_with_the_stack_of_who_hangs():
+    run_ranks(1, _rank_sum)  # from now on ranks start at once
     with pytest.raises(RankFailure, match=r"(?s)rank 0 did not finish.*_hang_on"):
-        run_ranks(2, _hang_on, 1, timeout_s=6.0)
+        run_ranks(2, _hang_on, 1, timeout_s=10.0)
