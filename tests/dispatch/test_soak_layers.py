@@ -89,7 +89,8 @@ def _steps(name, ranks_per_node, num_chunks, num_steps, seed):
     return num_steps
 
 
-@pytest.mark.parametrize(("name", "num_chunks"), [("flat", 3), ("gpu", 1), ("node", 1), ("node+gpu", 2)])
+# The levels apart: in test_hierarchical.py.
+@pytest.mark.parametrize(("name", "num_chunks"), [("flat", 3), ("node+gpu", 2)])
 def test_steps_of_eight_ranks(name, num_chunks):
     assert run_ranks(WORLD, _steps, name, 4, num_chunks, 12, 1) == [12] * WORLD
 
