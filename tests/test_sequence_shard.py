@@ -1,5 +1,6 @@
 """Ranks that share one batch in slices, against the layer that has it all: everything it gives, and what it keeps."""
 
+import functools
 import itertools
 
 import pytest
@@ -62,15 +63,24 @@ def mlp(width=6):
     return nn.Sequential(nn.Linear(D, width), nn.GELU(), nn.Linear(width, D))
 
 
-def make_layer(local=None, *, bias=False, shared=True, **settings):
-    """A layer of all experts, or of ``local``'s share of the same ones: ``(first, number)``."""
+@functools.cache
+def all_experts():
+    """The experts of every layer here, made once: copying them would take longer than all that the tests do."""
+    torch.manual_seed(3)
+    experts = nn.ModuleList([mlp() for _ in range(E)]).double()
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return experts
+
+
+def make_layer(local=(0, E), *, bias=False, shared=True, **settings):
+    """A layer of ``local``'s experts: ``(first, number)``."""
+    experts = Experts(mlp(), 1)
+    experts.mlps = all_experts()[local[0] : sum(local)]
     torch.manual_seed(3)
     settings = {"drop_tokens": "capacity_factor" in settings, "sample_second_expert": False} | settings
     gate = TopKRouter(D, E, settings=RouterSettings(**settings), correction_bias=bias)
     nn.init.normal_(gate.wg.weight)
-    experts = Experts(mlp(), E)
-    for parameter in experts.parameters():
-        nn.init.normal_(parameter, std=0.5)
     layer = RoutedMLP(
         gate,
         experts,
@@ -81,9 +91,6 @@ def make_layer(local=None, *, bias=False, shared=True, **settings):
         gate.correction_bias = torch.linspace(-0.1, 0.1, E)
     if gate.last_step_counts is not None:
         gate.steps_end, gate.last_step_counts = True, torch.arange(E)
-    if local is not None:
-        first, number = local
-        experts.mlps = experts.mlps[first : first + number]
     return layer
 
 
@@ -119,13 +126,13 @@ def by_global_id(gradients, first):
 
 def compare(size, group, dispatch, shape, settings, *, masked=False, recompute=False):
     """One sharded layer against the whole one, in each of the world's groups of ``size`` ranks."""
-    rank, number = dist.get_rank(), E // WORLD
+    rank = dist.get_rank()
     what = f"{size} ranks, {dispatch}, {shape}, {settings}"
     place = rank // size
     x, used = batch_of(place, shape, masked=masked)
     whole, whole_gradients = results(make_layer(**settings), x, used, seed=place)
-    first = rank * number if dispatch == "flat" else 0
-    sharded = make_layer((first, number) if dispatch == "flat" else None, **settings)
+    first, number = (rank * E // WORLD, E // WORLD) if dispatch == "flat" else (0, E)
+    sharded = make_layer((first, number), **settings)
     sharded.set_dispatcher(FlatDispatcher(exchange()) if dispatch == "flat" else LocalDispatcher())
     sharded.set_sequence_shard(SequenceShard(exchange(group)))
     x, used = batch_of(place, shape, masked=masked)
