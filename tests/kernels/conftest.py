@@ -25,10 +25,3 @@ def _poison_integers(_poison_empty: None, monkeypatch: pytest.MonkeyPatch) -> No
     """Integers that nobody wrote are no row of anything: an address made of one is out of bounds."""
     for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]:
         monkeypatch.setattr(owner, name, harness.poisoned_integers(getattr(owner, name)))
-
-
-@pytest.fixture(params=["reversed", "random"])
-def program_order(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The test runs once for each order in which its launches' programs may run."""
-    with harness.program_order(request.param):
-        yield request.param

@@ -159,15 +159,11 @@ def test_every_activation(activation: str, biased: bool):
         assert_close(one, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("activation", "biased"), [("swiglu", False), ("gelu", True)])
+@pytest.mark.parametrize(
+    ("dtype", "activation", "biased"), [(torch.bfloat16, "swiglu", False), (torch.float16, "gelu", True)]
+)
 def test_sixteen_bits(dtype: torch.dtype, activation: str, biased: bool):
     p = problem(random_ids(30, 2, 2, dropped=0.1), 2, activation=activation, biased=biased, dtype=dtype, sizes=(32, 48))
-    assert_equals_oracle(p, p.run())
-
-
-def test_programs_may_run_in_any_order(program_order: str):
-    p = problem(random_ids(20, 3, 2, dropped=0.2), 3, biased=True)
     assert_equals_oracle(p, p.run())
 
 

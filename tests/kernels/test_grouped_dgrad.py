@@ -131,12 +131,6 @@ def test_a_configuration_and_the_height_of_tiles_change_nothing(advance: int, bl
     assert_close(found, linear(d_out, transposed(weights), counts))
 
 
-def test_programs_may_run_in_any_order(program_order: str):
-    found, expected = activated(kernels, (33, 0, 20), (40, 50), "swiglu", biased=True)
-    for name, one, other in zip(NAMES, found, expected, strict=True):
-        assert_close(one, other, what=name)
-
-
 def test_two_runs_agree_bit_by_bit():
     def run() -> list[Tensor]:
         torch.manual_seed(0)

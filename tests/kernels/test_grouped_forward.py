@@ -130,13 +130,6 @@ def test_a_configuration_and_the_height_of_tiles_change_nothing(advance: int, bl
     assert_close(found, linear(rows, weights, counts))
 
 
-def test_programs_may_run_in_any_order(program_order: str):
-    counts, sizes = (33, 0, 20), (40, 50)
-    weights, rows = matrices(3, *sizes), torch.randn(53, 50)
-    found = kernels.grouped_forward(rows, side_by_side(weights), schedule_of(counts))
-    assert_close(found, linear(rows, weights, counts))
-
-
 def test_two_runs_agree_bit_by_bit():
     def run() -> Tensor:
         torch.manual_seed(0)

@@ -41,11 +41,11 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_results_are_the_same_for_strided_tensors_and_every_program_order(case: Case):
+def test_results_are_the_same_for_strided_tensors_and_programs_in_reverse(case: Case):
+    """Reversed, every two programs change places; that none touches what another writes is ``test_traffic.py``'s."""
     expected = run(case, PROBLEM)
-    assert_equal(run(case, replace(PROBLEM, strided=True)), expected)
-    with program_order("random"):
-        assert_equal(run(case, PROBLEM), expected)
+    with program_order("reversed"):
+        assert_equal(run(case, replace(PROBLEM, strided=True)), expected)
 
 
 def test_a_kernel_runs_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch):

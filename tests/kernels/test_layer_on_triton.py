@@ -186,7 +186,7 @@ def test_two_runs_are_bitwise_equal_whatever_the_order_of_programs():
     layer.kernels = "triton"
     x = torch.randn(18, D)
     first = run(layer, x)
-    with harness.program_order("reversed"):
+    with harness.program_order("random"):
         second = run(layer, x)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name

@@ -59,16 +59,6 @@ def test_ids_of_64_bits_and_any_layout():
     assert torch.equal(triton_kernels.count_ids(ids, 6), reference.count_ids(ids, 6))
 
 
-def test_programs_in_any_order_sort_alike(program_order):
-    ids = torch.randint(-1, 9, (50, 2)).int()
-    for found, expected in zip(triton_kernels.sort_slots(ids, 9), reference.sort_slots(ids, 9), strict=True):
-        assert torch.equal(found, expected)
-    assert torch.equal(triton_kernels.count_ids(ids, 9), reference.count_ids(ids, 9))
-    counts = reference.count_ids(ids, 9)
-    schedules = [b.tile_schedule(counts, block_m=4, num_rows=int(counts.sum())) for b in BACKENDS]
-    assert torch.equal(schedules[0].tile_row, schedules[1].tile_row)
-
-
 def test_the_sort_is_three_launches_whatever_the_number_of_experts():
     for num_experts in (1, 8, 1024):
         with counting() as counts:
