@@ -9,7 +9,7 @@ from xmoe.testing import assert_close
 
 BACKENDS = [reference, triton_kernels]
 ACTIVATIONS = ["swiglu", "gelu", "gelu_tanh", "relu"]
-SIZES = {"no rows": (0, 20), "one": (1, 1), "off every block": (7, 63), "many rows": (63, 7)}
+SIZES = {"no rows": (0, 20), "one": (1, 1), "off every block": (7, 63), "many rows": (21, 7)}
 NAMES = ("hidden", "d_up", "d_gate", "d_weights")
 
 
@@ -46,11 +46,16 @@ def check(found, expected, up, what):
         assert_close(actual, wanted, what=f"{what} {name}")
 
 
+CASES = [
+    *((name, torch.float32) for name in SIZES),
+    *(("off every block", dtype) for dtype in (torch.bfloat16, torch.float16)),
+]
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(("size", "dtype"), CASES)
 def test_activation_equals_autograd(size, dtype, activation):
-    d_hidden, up, gate, weights = case = make_case(*size, activation, dtype)
+    d_hidden, up, gate, weights = case = make_case(*SIZES[size], activation, dtype)
     expected = oracle(*case, activation)
     for backend in BACKENDS:
         forward = backend.activation_forward(up, gate, weights, activation)
@@ -84,15 +89,6 @@ def test_a_nan_stays_in_its_row(activation):
         assert torch.isnan(hidden).nonzero().tolist() == [[1, 4]], backend.__name__
         assert torch.isnan(d_weights).tolist() == [False, True, False]
         assert not torch.isnan(d_up[[0, 2]]).any()
-
-
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_programs_in_any_order_give_the_same_bits(program_order, activation):
-    d_hidden, *case = make_case(7, 40, activation, torch.float32)
-    found = triton_kernels.activation_backward(d_hidden, *case, activation)
-    for first, second in zip(found, triton_kernels.activation_backward(d_hidden, *case, activation), strict=True):
-        assert first is second is None or torch.equal(first, second)
-    check(found, oracle(d_hidden, *case, activation), case[0], "kernel")
 
 
 @pytest.mark.parametrize(
