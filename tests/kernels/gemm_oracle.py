@@ -10,7 +10,7 @@ from xmoe.kernels.ragged import Stacked, TileSchedule, stack
 
 # Rows of each expert, and widths (out, in): off every block, below and above one, on the edge, none, and only ones.
 COUNTS = [(17, 0, 1, 40), (0, 63, 0), (16, 32), (7,), (1, 1), (0, 0)]
-WIDTHS = [(33, 20), (16, 257), (63, 32), (7, 1), (1, 7), (20, 16)]
+WIDTHS = [(33, 20), (16, 67), (63, 32), (7, 1), (1, 7), (20, 16)]
 PROBLEMS = list(zip(COUNTS, WIDTHS, strict=True))
 
 
