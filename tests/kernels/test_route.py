@@ -100,13 +100,6 @@ def test_every_step_equals_the_twins(world: str, slots: str, levels: str):
             assert_equal(run(triton_kernels), run(reference), step)
 
 
-def test_programs_in_any_order_plan_alike(program_order: str):
-    problem = problem_of("2x2", "skewed", per_gpu=True, per_node=True)
-    for step in STEPS:
-        run = getattr(problem, step)
-        assert_equal(run(triton_kernels), run(reference), step)
-
-
 def test_the_dial_turns_round_after_all_its_marks():
     """More than 2^16 tokens, in blocks large enough to interpret."""
     rank_KT = torch.stack([torch.randint(2, 4, (2**16 + 40,)), torch.randint(0, 4, (2**16 + 40,))]).int()
@@ -120,7 +113,7 @@ def test_the_dial_turns_round_after_all_its_marks():
 def test_pilots_follow_uneven_loads(world: str, top_k: int):
     """Many tokens, most of them with an expert of one rank: every round moves some of them."""
     problem = problem_of(world, "few", per_gpu=True, per_node=True)
-    scores = torch.rand(500, problem.num_ranks)
+    scores = torch.rand(300, problem.num_ranks)
     scores[:, -1] += 0.5
     rank_KT = scores.argsort(dim=1, descending=True)[:, :top_k].t().int().contiguous()
     blocks = {"pilots": Config(blocks={"BLOCK_T": 64}), "pilot_weights": Config(blocks={"BLOCK_B": 4})}
@@ -169,7 +162,7 @@ def test_messages_lie_in_any_layout():
 
 def test_pilots_take_ten_launches_whatever_the_world():
     for world in ("2x2", "4x2"):
-        problem = problem_of(world, "skewed", per_gpu=True, per_node=True)
+        problem = problem_of(world, "few", per_gpu=True, per_node=True)
         with counting() as counts:
             problem.choose_pilots(triton_kernels)
         assert counts == {"pilot_candidates": 1, "draw_pilots": 5, "follow_loads": 4}
