@@ -31,7 +31,7 @@ class LoadCounters:
 
     ``selected_E``, ``routed_E``  int64 on the layer's device: selections before and after the capacity drop
     ``computed_rows``             expert rows computed on this rank, forward
-    ``all_to_all_bytes``          bytes of rows that left this rank, forward and backward
+    ``all_to_all_bytes``          bytes of rows that left this rank, or will in backward
     ``between_nodes_bytes``       those of them that left its node
     ``to_self_bytes``             bytes of rows that stayed, counted alike
     ``traffic``                   rows of dispatch in forward, by the links they took
@@ -99,9 +99,9 @@ class RoutedMLP(nn.Module):
         decide = decisions_for(self)
         num_sequences = math.prod(hidden_states.shape[:-2])
         split = self._split(hidden_states, num_sequences)
-        own, used = split.own(hidden_states), split.own_mask(used_token)
-        x_TD = own.reshape(-1, own.shape[-1])
         with use_kernels(self.kernels), use_clock(self.clock):
+            own, used = split.own(hidden_states), split.own_mask(used_token)
+            x_TD = own.reshape(-1, own.shape[-1])
             with timed("route", x_TD.device):
                 routing = split.call(self.gate, x_TD, used, num_sequences=num_sequences, decide=decide, split=split)
             with timed("plan", x_TD.device):
@@ -113,11 +113,11 @@ class RoutedMLP(nn.Module):
                 [self._through_experts(*chunk, prepared=prepared) for chunk in chunks],
                 meanwhile=lambda: self._shared(own, split),
             )
-        self._count(routing, plans, decide, row_bytes=x_TD.shape[1] * x_TD.element_size())
-        output = (outs[0] if len(outs) == 1 else torch.cat(outs)).view_as(own)
-        if self.zero_routed_output:
-            output = output * 0.0
-        output = split.whole(output if shared is None else output + shared, hidden_states)
+            output = (outs[0] if len(outs) == 1 else torch.cat(outs)).view_as(own)
+            if self.zero_routed_output:
+                output = output * 0.0
+            output = split.whole(output if shared is None else output + shared, hidden_states)
+        self._count(routing, plans, decide, x_TD=x_TD, out_TD=outs[0])
         return output, routing.aux_loss, routing.selected_by_batch_E
 
     def _through_experts(
@@ -126,8 +126,9 @@ class RoutedMLP(nn.Module):
         """``[T, D]``: the routed experts' sum for each token of one chunk. Pauses while its rows are under way."""
         rows = yield from timed_run("dispatch", self.dispatcher.dispatch(x_TD, buffer, plan), x_TD.device)
         with timed("experts", x_TD.device):
-            y_RD = self.experts(rows, plan, prepared)
-        return (yield from timed_run("combine", self.dispatcher.combine(y_RD, buffer, plan), x_TD.device))
+            homeward = self.dispatcher.combine(self.experts(rows, plan, prepared), buffer, plan)
+        del rows  # on the way home nothing here holds them or their results: autograd does, where it needs them
+        return (yield from timed_run("combine", homeward, x_TD.device))
 
     def _split(self, hidden_states: Tensor, num_sequences: int) -> TokenSplit:
         if self.sequence_shard is None:
@@ -149,7 +150,9 @@ class RoutedMLP(nn.Module):
         zeros_E = torch.zeros_like(self.gate.step_counts)
         return LoadCounters(selected_E=zeros_E, routed_E=zeros_E.clone())
 
-    def _count(self, routing: Routing, plans: Sequence[ExpertPlan], decide: Decisions, *, row_bytes: int) -> None:
+    def _count(
+        self, routing: Routing, plans: Sequence[ExpertPlan], decide: Decisions, *, x_TD: Tensor, out_TD: Tensor
+    ) -> None:
         if decide.replaying or not self.gate.trains(decide):
             return
         self.gate.count_step(routing.selected_by_batch_E)
@@ -157,14 +160,29 @@ class RoutedMLP(nn.Module):
         counters.selected_E = counters.selected_E + routing.selected_per_expert_E
         counters.routed_E = counters.routed_E + routing.tokens_per_expert_E
         counters.computed_rows += sum(plan.num_computed for plan in plans)
-        # Dispatch and combine, each there and back again in backward.
         traffic = sum((self.dispatcher.traffic(plan) for plan in plans), start=Traffic())
         counters.traffic = counters.traffic + traffic
-        counters.all_to_all_bytes += 4 * (traffic.inside_node + traffic.between_nodes) * row_bytes
-        counters.between_nodes_bytes += 4 * traffic.between_nodes * row_bytes
-        counters.to_self_bytes += 4 * traffic.to_self * row_bytes
+        sent_bytes, received_bytes = _row_bytes(x_TD, out_TD)
+        between = traffic.between_nodes * sent_bytes + traffic.received_between_nodes * received_bytes
+        inside = traffic.inside_node * sent_bytes + traffic.received_inside_node * received_bytes
+        counters.all_to_all_bytes += inside + between
+        counters.between_nodes_bytes += between
+        counters.to_self_bytes += traffic.to_self * (sent_bytes + received_bytes)
 
     def take_counters(self) -> LoadCounters:
         """The counters since the last call, which starts them anew."""
         taken, self.counters = self.counters, self._fresh_counters()
         return taken
+
+
+def _row_bytes(x_TD: Tensor, out_TD: Tensor) -> tuple[int, int]:
+    """Bytes that leave a rank in a training step for each row that it sends in dispatch, and for each that it receives.
+
+    Sent rows leave it in dispatch and in combine's backward, received ones in combine and in dispatch's backward, which
+    has nothing to do where ``x_TD`` has no gradient. Results have their own dtype, under autocast another than x.
+    """
+    x_bytes, out_bytes = (row.shape[1] * row.element_size() for row in (x_TD, out_TD))
+    return (
+        x_bytes + (out_bytes if out_TD.requires_grad else 0),
+        out_bytes + (x_bytes if x_TD.requires_grad else 0),
+    )

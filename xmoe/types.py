@@ -164,7 +164,7 @@ class Traffic:
     """Rows that one direction of a forward moves, as one rank sees it, from its plan's numbers on the host.
 
     ``to_self``, ``inside_node``, ``between_nodes``  rows this rank sends, by the links they take, all hops together
-    ``received``          rows it receives from other ranks
+    ``received_inside_node``, ``received_between_nodes``  rows it receives from other ranks
     ``assigned``          N, rows that one for each of its tokens' assignments would be
     ``assigned_remote``   those of them whose expert is on another node
 
@@ -174,12 +174,18 @@ class Traffic:
     to_self: int = 0
     inside_node: int = 0
     between_nodes: int = 0
-    received: int = 0
+    received_inside_node: int = 0
+    received_between_nodes: int = 0
     assigned: int = 0
     assigned_remote: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
+
+    @property
+    def received(self) -> int:
+        """Rows from other ranks."""
+        return self.received_inside_node + self.received_between_nodes
 
     @property
     def redundancy(self) -> float:

@@ -30,7 +30,7 @@ def load(
         all_to_all_bytes=100,
         between_nodes_bytes=60,
         to_self_bytes=7,
-        traffic=Traffic(between_nodes=between_nodes, inside_node=2, received=received, assigned_remote=4),
+        traffic=Traffic(between_nodes=between_nodes, inside_node=2, received_between_nodes=received, assigned_remote=4),
         stage_s=stage_s or {},
     )
 
@@ -52,7 +52,7 @@ def test_one_rank() -> None:
     assert metrics.computed_rows == 14
     assert metrics.all_to_all_bytes == 200
     assert metrics.between_nodes_bytes == 120
-    assert metrics.traffic == Traffic(between_nodes=6, inside_node=4, received=10, assigned_remote=8)
+    assert metrics.traffic == Traffic(between_nodes=6, inside_node=4, received_between_nodes=10, assigned_remote=8)
     assert metrics.traffic.redundancy == 0.25
     for layer, rows in zip(metrics.layers, (6, 8), strict=True):
         assert layer.computed_rows == rows

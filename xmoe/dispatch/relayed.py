@@ -43,7 +43,7 @@ class RelayedDispatcher:
         return Rows(x_RD=x_RD, weights_M=weights_M.index_select(0, plan.weight_ids_M))
 
     def combine(self, y_RD: Tensor, buffer: TokenBuffer, plan: DispatchPlan) -> Pausing[Tensor]:
-        return (yield from bring_home(y_RD, plan, self.route.named("combine of rows")))
+        return bring_home(y_RD, plan, self.route.named("combine of rows"))
 
     def traffic(self, plan: DispatchPlan) -> Traffic:
         return traffic_of(plan, self.nodes, self.rank)
@@ -53,12 +53,16 @@ def traffic_of(plan: DispatchPlan, nodes: Sequence[int], rank: int) -> Traffic:
     """What ``rank`` moves by ``plan``; ``nodes`` are those of the group's ranks."""
     first, second = plan.first, plan.second
     neighbours = [other for other, node in enumerate(nodes) if node == nodes[rank]]
-    inside, to_self = sum(first.send_splits[other] for other in neighbours), first.send_splits[rank]
+    to_self = first.send_splits[rank]  # none of a second hop, which leads on to others
+    inside, inside_received = (
+        sum(part[other] for other in neighbours) for part in (first.send_splits, first.recv_splits)
+    )
     return Traffic(
         to_self=to_self,
         inside_node=inside - to_self + (sum(second.send_splits) if second is not None else 0),
         between_nodes=sum(first.send_splits) - inside,
-        received=plan.num_arrived - first.recv_splits[rank],
+        received_inside_node=inside_received - to_self + (sum(second.recv_splits) if second is not None else 0),
+        received_between_nodes=sum(first.recv_splits) - inside_received,
         assigned=plan.num_assigned,
         assigned_remote=plan.num_assigned - sum(plan.weight_splits_sent[other] for other in neighbours),
     )

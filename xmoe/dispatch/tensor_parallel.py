@@ -47,7 +47,9 @@ class SharedTokens:
         return (yield from self.inner.dispatch(x_TD, self._share(buffer, weights_S), plan))
 
     def combine(self, y_RD: Tensor, buffer: TokenBuffer, plan: ExpertPlan) -> Pausing[Tensor]:
-        out_TD = yield from self.inner.combine(y_RD, self._share(buffer, buffer.combine_weights_S), plan)
+        homeward = self.inner.combine(y_RD, self._share(buffer, buffer.combine_weights_S), plan)
+        del y_RD  # not held on the way home
+        out_TD = yield from homeward
         return _Sum.apply(out_TD, self.exchange.named("sum of results"))
 
     def traffic(self, plan: ExpertPlan) -> Traffic:

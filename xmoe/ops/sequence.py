@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .clock import timed, timed_backward
 from .collectives import Exchange, gather_over_ranks, sum_over_ranks
 
 
@@ -81,13 +82,14 @@ def gather_slices(own_Pl: Tensor, slices: Slices, exchange: Exchange) -> Tensor:
 class _OwnSlice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_PLD: Tensor, slices: Slices, exchange: Exchange) -> Tensor:
-        ctx.slices, ctx.exchange = slices, exchange
+        ctx.slices, ctx.exchange, ctx.timed = slices, exchange, timed_backward()
         return cut(x_PLD, slices)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_PlD: Tensor) -> tuple[Tensor | None, ...]:
-        return gather_slices(grad_PlD, ctx.slices, ctx.exchange), None, None
+        with ctx.timed(grad_PlD.device):
+            return gather_slices(grad_PlD, ctx.slices, ctx.exchange), None, None
 
 
 class _JoinSlices(torch.autograd.Function):
@@ -134,12 +136,14 @@ def own_slice(x_PLD: Tensor, slices: Slices, exchange: Exchange) -> Tensor:
 
     Raises RuntimeError naming ``exchange.label`` when backward's all-gather fails or outlasts its timeout.
     """
-    return _OwnSlice.apply(x_PLD, slices, exchange.named("gather of the input's gradient"))
+    with timed("dispatch", x_PLD.device):
+        return _OwnSlice.apply(x_PLD, slices, exchange.named("gather of the input's gradient"))
 
 
 def join_slices(y_PlD: Tensor, slices: Slices, exchange: Exchange) -> Tensor:
     """All ranks' slices, in token order, bitwise the same on all ranks; keeps nothing for backward."""
-    return _JoinSlices.apply(y_PlD, slices, exchange.named("gather of results"))
+    with timed("combine", y_PlD.device):
+        return _JoinSlices.apply(y_PlD, slices, exchange.named("gather of results"))
 
 
 def sum_losses(loss: Tensor, exchange: Exchange) -> Tensor:
