@@ -36,7 +36,7 @@ def _who_am_i():
 
 
 def test_every_node_has_its_own_name_and_network(cluster):
-    found = cluster.run(_who_am_i, timeout_s=20).values
+    found = cluster.run(_who_am_i, timeout_s=30).values
     assert [name for name, _, _ in found] == ["node0", "node0", "node1", "node1"]
     assert [numbers for _, numbers, _ in found] == [[0, 0, 0, 4, 2], [1, 1, 0, 4, 2], [2, 0, 1, 4, 2], [3, 1, 1, 4, 2]]
     networks = [network for _, _, network in found]
@@ -46,18 +46,19 @@ def test_every_node_has_its_own_name_and_network(cluster):
 
 
 def _send(receiver: int, sender: int, num_bytes: int) -> float | None:
-    """Seconds from the first to the last byte of a transfer between two ranks, as the receiver sees it."""
+    """Seconds of a transfer between two ranks, as the sender sees it, until the receiver has all.
+
+    A receiver that is late to look finds bytes that have come meanwhile: its own clock may show more than the rate.
+    """
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     host = f"10.77.0.{receiver // 2 + 1}"
     if rank == receiver:
         with socket.create_server((host, port)) as server, server.accept()[0] as stream:
-            missing, started = num_bytes, 0.0
+            missing = num_bytes
             while missing:
                 missing -= len(stream.recv(min(missing, 1 << 20)))
-                started = started or time.perf_counter()
-            return time.perf_counter() - started
     if rank == sender:
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 30.0
         while True:
             try:
                 stream = socket.create_connection((host, port))
@@ -66,30 +67,32 @@ def _send(receiver: int, sender: int, num_bytes: int) -> float | None:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
         with stream:
+            started = time.perf_counter()
             stream.sendall(bytes(num_bytes))
             stream.shutdown(socket.SHUT_WR)
             stream.recv(1)  # until the receiver has all
+            return time.perf_counter() - started
     return None
 
 
-def _mbit_per_s(job, receiver: int, num_bytes: int) -> float:
-    return 8e-6 * num_bytes / job.values[receiver]
+def _mbit_per_s(job, sender: int, num_bytes: int) -> float:
+    return 8e-6 * num_bytes / job.values[sender]
 
 
 def test_links_have_their_rate_and_loopback_is_free(cluster):
-    between = cluster.run(_send, 0, 2, 4 * MEGABYTE, timeout_s=30)
-    rate = _mbit_per_s(between, 0, 4 * MEGABYTE)
+    between = cluster.run(_send, 0, 2, 8 * MEGABYTE, timeout_s=60)
+    rate = _mbit_per_s(between, 2, 8 * MEGABYTE)
     assert 0.75 * LINK_MBIT_PER_S < rate < 1.25 * LINK_MBIT_PER_S
     sent, received = between.traffic[1], between.traffic[0]
-    assert 1.0 < sent.sent_bytes / (4 * MEGABYTE) < 1.05
+    assert 1.0 < sent.sent_bytes / (8 * MEGABYTE) < 1.05
     # A last acknowledgement may be on its way while the counters are read.
     assert sent.sent_bytes == pytest.approx(received.received_bytes, abs=1000)
     assert sent.received_bytes == pytest.approx(received.sent_bytes, abs=1000)
     assert received.sent_bytes < 0.05 * sent.sent_bytes
     assert sent.looped_bytes + received.looped_bytes < 1000
 
-    within = cluster.run(_send, 0, 1, 100 * MEGABYTE, timeout_s=30)
-    assert _mbit_per_s(within, 0, 100 * MEGABYTE) > 8 * rate
+    within = cluster.run(_send, 0, 1, 100 * MEGABYTE, timeout_s=60)
+    assert _mbit_per_s(within, 1, 100 * MEGABYTE) > 8 * rate
     assert within.traffic[0].looped_bytes >= 100 * MEGABYTE
     assert within.traffic[0].sent_bytes + within.traffic[1].sent_bytes < 1000
 
@@ -97,9 +100,9 @@ def test_links_have_their_rate_and_loopback_is_free(cluster):
 def test_the_rate_can_change(cluster):
     cluster.set_link_rate(4 * LINK_MBIT_PER_S)
     try:
-        rate = _mbit_per_s(cluster.run(_send, 3, 1, 8 * MEGABYTE, timeout_s=30), 3, 8 * MEGABYTE)
+        rate = _mbit_per_s(cluster.run(_send, 3, 1, 32 * MEGABYTE, timeout_s=60), 1, 32 * MEGABYTE)
         cluster.set_link_rate(None)
-        free = _mbit_per_s(cluster.run(_send, 3, 1, 100 * MEGABYTE, timeout_s=30), 3, 100 * MEGABYTE)
+        free = _mbit_per_s(cluster.run(_send, 3, 1, 100 * MEGABYTE, timeout_s=60), 1, 100 * MEGABYTE)
     finally:
         cluster.set_link_rate(LINK_MBIT_PER_S)
     assert 3 * LINK_MBIT_PER_S < rate < 5 * LINK_MBIT_PER_S
@@ -144,8 +147,8 @@ def _fail_on(rank: int, own: bool):
 
 def test_exceptions_come_back_with_what_was_said(cluster):
     with pytest.raises(RankFailure, match=r"(?s)^rank 3 \(node1\) raised ValueError: broken here\n.*said before"):
-        cluster.run(_fail_on, 3, False, timeout_s=20)
-    job = cluster.run(_fail_on, 1, True, timeout_s=20, check=False)
+        cluster.run(_fail_on, 3, False, timeout_s=30)
+    job = cluster.run(_fail_on, 1, True, timeout_s=30, check=False)
     assert [outcome.status for outcome in job.outcomes] == [0, 1, 0, 0]
     assert str(job.values[1]) == "_OwnError: broken by 1 and 2"
     assert job.values[2] == 1
@@ -164,20 +167,17 @@ def _other_processes():
 
 
 def test_a_hang_ends_with_stacks_and_leaves_no_process(cluster):
-    started = time.monotonic()
-    with pytest.raises(RankFailure, match=r"(?s)rank 1 \(node0\) did not finish \(limit 3 s\):.*_hang_on") as failure:
-        cluster.run(_hang_on, [1, 3], timeout_s=3.0)
-    assert time.monotonic() - started < 12.0
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 \(node0\) did not finish \(limit 5 s\):.*_hang_on") as failure:
+        cluster.run(_hang_on, [1, 3], timeout_s=5.0)
     assert "rank 0" not in str(failure.value)
-    processes = cluster.run(_other_processes, timeout_s=20).values[0]
+    processes = cluster.run(_other_processes, timeout_s=30).values[0]
     assert "1" in processes
     assert len(processes) <= 5  # the supervisor and the ranks of this job
 
 
 def test_after_a_failure_others_get_the_grace_alone(cluster):
-    started = time.monotonic()
-    job = cluster.run(_hang_on, [2], timeout_s=60.0, grace_s=0.5, check=False)
-    assert time.monotonic() - started < 12.0
+    # Longer than a test may take, were the limit what ends the job.
+    job = cluster.run(_hang_on, [2], timeout_s=900.0, grace_s=2.0, check=False)
     assert [outcome.status for outcome in job.outcomes] == [1, 1, None, 1]
 
 
@@ -188,10 +188,10 @@ def _kill_myself(signal_number: int):
 
 
 def test_a_killed_and_a_stopped_rank_are_told_from_each_other(cluster):
-    killed = cluster.run(_kill_myself, int(signal.SIGKILL), timeout_s=20, grace_s=0.5, check=False)
+    killed = cluster.run(_kill_myself, int(signal.SIGKILL), timeout_s=30, grace_s=3.0, check=False)
     assert [outcome.status for outcome in killed.outcomes] == [0, 0, -9, 0]
     with pytest.raises(RankFailure, match=r"^rank 2 \(node1\) did not finish"):
-        cluster.run(_kill_myself, int(signal.SIGSTOP), timeout_s=3.0)
+        cluster.run(_kill_myself, int(signal.SIGSTOP), timeout_s=5.0)
 
 
 def _leave(rank: int):
@@ -201,18 +201,18 @@ def _leave(rank: int):
 
 def test_a_function_that_leaves_without_an_answer_has_failed(cluster):
     with pytest.raises(RankFailure, match=r"^rank 3 \(node1\) exited with status 1:\n$"):
-        cluster.run(_leave, 3, timeout_s=20)
+        cluster.run(_leave, 3, timeout_s=30)
 
 
 def test_commands_and_functions_by_name(cluster, tmp_path):
     line = 'echo "$RANK of $WORLD_SIZE on $(hostname), $COLOUR" > $FOLDER/$RANK; test $RANK != 1 || exit 7'
     environment = {"COLOUR": "blue", "FOLDER": str(tmp_path)}
-    job = cluster.run_command(["sh", "-c", line], timeout_s=20, check=False, environment=environment)
+    job = cluster.run_command(["sh", "-c", line], timeout_s=30, check=False, environment=environment)
     assert [outcome.status for outcome in job.outcomes] == [0, 7, 0, 0]
     assert (tmp_path / "2").read_text() == "2 of 4 on node1, blue\n"
     with pytest.raises(RankFailure, match=r"rank 0 \(node0\) exited with status 127:\n.*no-such-program"):
-        cluster.run_command(["no-such-program"], timeout_s=20)
-    assert cluster.run("socket:gethostname", timeout_s=20).values == ["node0", "node0", "node1", "node1"]
+        cluster.run_command(["no-such-program"], timeout_s=30)
+    assert cluster.run("socket:gethostname", timeout_s=30).values == ["node0", "node0", "node1", "node1"]
 
 
 KINDS = ("net", "uts", "pid", "mnt")
@@ -257,7 +257,7 @@ def test_a_killed_owner_leaves_nothing(cluster, tmp_path, while_running):
     line += "sleep 1000" if while_running else ""
     owner = subprocess.Popen([sys.executable, "-P", "-c", OWNER, line], stdout=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while len(found := list(tmp_path.glob("*.txt"))) < 4:
             assert owner.poll() is None
             assert time.monotonic() < deadline
@@ -271,7 +271,7 @@ def test_a_killed_owner_leaves_nothing(cluster, tmp_path, while_running):
         owner.kill()
         owner.wait()
         owner.stdout.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while names & _namespaces_in_use() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not names & _namespaces_in_use()
@@ -281,7 +281,7 @@ def test_a_killed_owner_leaves_nothing(cluster, tmp_path, while_running):
 def test_close_ends_everything_before_it_returns(cluster):
     before = _links_and_names()
     with EmulatedCluster(ClusterShape(num_nodes=3, ranks_per_node=1)) as other:
-        job = other.run_command(["sh", "-c", SAY_NAMESPACES], timeout_s=20)
+        job = other.run_command(["sh", "-c", SAY_NAMESPACES], timeout_s=30)
         names = set(" ".join(outcome.log for outcome in job.outcomes).split()) - _own_namespaces()
         assert len(names) == 8
         assert names & _namespaces_in_use()
