@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,6 +40,18 @@ def local(*loads: LayerLoad, stop: bool = False) -> LocalStep:
     return LocalStep(
         loss_sum_nats=2 * math.log(2), aux_loss_sum=0.5, num_micro_batches=2, num_tokens=64, loads=loads, stop=stop
     )
+
+
+def test_tokens_that_ranks_share_are_counted_once() -> None:
+    """Two ranks of one tensor-parallel group have counted the same selections: what they sum to is halved."""
+    both = replace(local(load("a", [4, 0], [2, 0])), num_sharers=2)
+    for selected, routed in run_ranks(2, reduced_loads, both):
+        assert (selected, routed) == ([[4, 0]], [[2, 0]])
+
+
+def reduced_loads(step: LocalStep) -> tuple[list[list[int]], list[list[int]]]:
+    metrics = reduce_step(step, torch.device("cpu"))
+    return metrics.selected_LE.tolist(), metrics.routed_LE.tolist()
 
 
 def test_one_rank() -> None:

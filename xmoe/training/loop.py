@@ -90,7 +90,8 @@ class Trainer:
 
     def _train_step(self, step: int) -> StepMetrics:
         """Runs the micro-batches of one optimizer step and sums what all ranks measured."""
-        data_rank, place = divmod(dist.get_rank(), self.config.model.tp_size)
+        tp_size = self.config.model.tp_size
+        data_rank, place = divmod(dist.get_rank(), tp_size)
         losses, aux_losses, num_tokens = [], [], 0
         for index in range(self.sampler.accumulation):
             starts = self.sampler.starts(step - 1, data_rank, accumulation_index=index)
@@ -110,6 +111,7 @@ class Trainer:
             num_tokens=num_tokens,
             loads=take_layer_loads(self.engine.module),
             stop=self.stop.reason is not None,
+            num_sharers=1 if self.config.xmoe.sequence_shard else tp_size,
         )
         return reduce_step(local, self.engine.device)
 

@@ -28,6 +28,7 @@ class LocalStep:
     ``aux_loss_sum``    sum over micro-batches of the summed auxiliary losses
     ``num_micro_batches``  micro-batches summed
     ``num_tokens``      tokens trained on, counted by one of the ranks that share them
+    ``num_sharers``     ranks that each count the same tokens' selections in their ``loads``; the same on every rank
     ``loads``           one entry per MoE layer, in the same order on every rank
     ``stop``            this rank was asked to stop
     """
@@ -38,6 +39,7 @@ class LocalStep:
     num_tokens: int
     loads: Sequence[LayerLoad]
     stop: bool
+    num_sharers: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +180,8 @@ def reduce_step(local: LocalStep, device: torch.device) -> StepMetrics:
         aux_loss=aux_loss_sum / max(num_micro_batches, 1),
         num_tokens=round(num_tokens),
         layers=tuple(_layer_of(*layer) for layer in layers),
-        selected_LE=selected_LE,
-        routed_LE=routed_LE,
+        selected_LE=selected_LE // local.num_sharers,
+        routed_LE=routed_LE // local.num_sharers,
         stop=stop > 0,
     )
 
