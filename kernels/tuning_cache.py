@@ -11,11 +11,12 @@ import json
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from ..files import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +67,8 @@ def write(key: Key, config: Mapping[str, Any], *, seconds: float) -> Path:
     path = key.path()
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"format": _FORMAT, "key": _as_json(key), "config": dict(config), "seconds": seconds}
-    handle, beside = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-        os.replace(beside, path)
-    except BaseException:
-        Path(beside).unlink(missing_ok=True)
-        raise
+    with replacing(path) as scratch:
+        scratch.write_text(json.dumps(content, indent=1), encoding="utf-8")
     return path
 
 

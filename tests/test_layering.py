@@ -44,11 +44,12 @@ LAYER_BASE = (
 
 TABLE: dict[str, Row] = {
     # no torch
+    "xmoe.files": row(),
     "xmoe.config": row("pydantic"),
     "xmoe.topology": row("pydantic", "config"),
     "xmoe.layout": row("pydantic", "config"),
     "xmoe.placement": row("numpy", "topology"),
-    "xmoe.links": row("", "config"),
+    "xmoe.links": row("", "config files"),
     "xmoe.cost": row("numpy", "topology links"),
     "xmoe.planner": row("numpy scipy", "config topology layout placement cost"),
     "xmoe.launch": row(
@@ -58,7 +59,7 @@ TABLE: dict[str, Row] = {
         "xmoe.placement xmoe.training",
     ),
     # torch
-    "xmoe.kernels": row("torch triton"),
+    "xmoe.kernels": row("torch triton", "files"),
     "xmoe.types": row("torch"),
     "xmoe.replay": row("torch"),
     "xmoe.groups": row("torch", "config layout"),
@@ -83,7 +84,7 @@ TABLE: dict[str, Row] = {
     "xmoe.models": row("torch", "config layer integrations"),
     "xmoe.training": row(
         "torch numpy rich matplotlib",
-        "config groups metrics models integrations",
+        "config files groups metrics models integrations",
         "tensorboard tokenizers psutil safetensors",
     ),
     "xmoe.testing": row("torch numpy", "types testing_cluster"),
@@ -93,7 +94,8 @@ TABLE: dict[str, Row] = {
 }
 
 NO_TORCH = [
-    f"xmoe.{name}" for name in ("config", "topology", "layout", "placement", "links", "cost", "planner", "launch")
+    f"xmoe.{name}"
+    for name in ("files", "config", "topology", "layout", "placement", "links", "cost", "planner", "launch")
 ]
 LEAVES = ["xmoe.testing", "xmoe.testing_cluster", "xmoe.planner", "xmoe.launch"]
 

@@ -14,13 +14,13 @@ import json
 import logging
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .config import ConfigError
+from .files import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -188,14 +188,8 @@ def write_links(
         "setting": dict(setting),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, beside = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-        os.replace(beside, path)
-    except BaseException:
-        Path(beside).unlink(missing_ok=True)
-        raise
+    with replacing(path) as scratch:
+        scratch.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def read_links(path: Path, *, default: Links = FRONTIER) -> tuple[Links, frozenset[str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from xmoe.training.files import replacing
+from xmoe.files import replacing
 from xmoe.training.metrics_file import MetricsFile, read_lines, trim_after
 
 

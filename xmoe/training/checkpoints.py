@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from xmoe.config import ConfigError
+from xmoe.files import replacing
 from xmoe.groups import raise_together
-
-from .files import replacing
 
 logger = logging.getLogger(__name__)
 

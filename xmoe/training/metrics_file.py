@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from .files import replacing
+from xmoe.files import replacing
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -16,9 +16,9 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.patches import Patch
 
+from xmoe.files import replacing
 from xmoe.metrics import STAGES
 
-from .files import replacing
 from .metrics_file import read_lines
 
 _TRAIN, _VALIDATION, _BASELINE, _INK = "#9db8d9", "#c2410c", "#5b6472", "#1f2933"

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from xmoe.config import ConfigError, TrainConfig
+from xmoe.files import replacing
 from xmoe.groups import TensorParallelUnit, raise_together
 from xmoe.integrations.deepspeed import MoE, init_distributed, initialize
 from xmoe.integrations.deepspeed.activation import activation_checkpoint
@@ -32,7 +33,6 @@ from . import checkpoints
 from .baselines import measure_baselines
 from .corpus import Corpus, Split, check_length, open_corpus, plan_corpus, write_corpus
 from .display import Display
-from .files import replacing
 from .loop import Trainer, agreed_to_stop
 from .metrics_file import MetricsFile, trim_after
 from .sampler import Sampler

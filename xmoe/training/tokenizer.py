@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from xmoe.config import ConfigError
-
-from .files import replacing
+from xmoe.files import replacing
 
 SETTING = "data.tokenizer"
 # Names that tokenizers of the field give to the end of a text; the first one a vocabulary has is taken.

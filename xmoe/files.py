@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,16 +13,16 @@ from pathlib import Path
 def replacing(target: Path) -> Iterator[Path]:
     """Yields a scratch path beside ``target`` that takes its place when the block ends well.
 
-    The scratch file keeps the target's suffix, since some writers choose their format by it.
+    The scratch file keeps the target's suffix, since some writers choose their format by it. Who may read the result
+    is what the umask and the folder say, as of any file that is simply opened.
     """
-    handle, name = tempfile.mkstemp(prefix=f".{target.stem}.", suffix=target.suffix, dir=target.parent)
-    os.close(handle)
-    scratch = Path(name)
+    scratch = target.with_name(f".{target.stem}.{secrets.token_hex(8)}{target.suffix}")
+    # Made here, and by these flags: tempfile's are for their author only, and to read the umask is to set it.
+    os.close(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
         yield scratch
         with scratch.open("rb") as stream:
             os.fsync(stream.fileno())
-        scratch.chmod(0o644)
         scratch.replace(target)
     finally:
         scratch.unlink(missing_ok=True)
