@@ -131,7 +131,7 @@ def routings_of(tokens_of_rank, num_experts, k, kind):
 @pytest.mark.parametrize("nodes", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_every_row_serves_its_experts_and_comes_home(nodes, kind, levels):
     layout = NodeLayout.from_hosts(nodes)
-    for num_local, ks in {1: (1, 4, 8), 2: (2, 5), 4: (3, 6, 7)}.items():
+    for num_local, ks in {1: (1, 8), 2: (3,), 4: (7,)}.items():
         num_experts = num_local * layout.num_ranks
         for k in {min(k, num_experts) for k in ks}:
             check(routings_of(UNEVEN[: layout.num_ranks], num_experts, k, kind), layout, levels, num_local)
