@@ -27,8 +27,8 @@ def record(levels, ranks_per_node):
         calls.append(("rows" if input.dim() == 2 else str(input.dtype), dist.get_world_size(options["group"])))
         return all_to_all(output, input, *splits, **options)
 
-    dist.all_to_all_single = recorded
-    with recorded_syncs() as syncs:
+    with recorded_syncs() as syncs, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", recorded)
         y, first, _ = layers[0](x)
         y, second, _ = layers[1](y)
         loss = (y * upstream).sum() + first + second
@@ -37,22 +37,25 @@ def record(levels, ranks_per_node):
     return calls[:forward], calls[forward:], list(syncs)
 
 
-@pytest.mark.parametrize(
-    ("levels", "nodes", "ranks_per_node"), [("gpu", 2, 2), ("node", 2, 2), ("node+gpu", 2, 2), ("node+gpu", 1, 2)]
-)
-def test_one_sync_and_two_collectives_before_rows_move(levels, nodes, ranks_per_node):
-    world = nodes * ranks_per_node
-    answers = run_ranks(world, record, levels, ranks_per_node)
+RECORDED = [("gpu", 2), ("node", 2), ("node+gpu", 2), ("node+gpu", 4)]  # levels, ranks on each node
+
+
+def record_all():
+    return [record(*case) for case in RECORDED]
+
+
+def test_one_sync_and_two_collectives_before_rows_move():
+    answers = run_ranks(4, record_all)
     assert all(answer == answers[0] for answer in answers)
-    forward, backward, syncs = answers[0]
-    assert syncs == ["tolist"] * 2  # one for each layer, none in backward
-    counts, references, weights = ("torch.int64", world), ("torch.int32", world), ("torch.float64", world)
-    hops = [("rows", world)]
-    if "node" in levels and nodes > 1:
-        hops.append(("rows", ranks_per_node))
-    # Weights leave beside the first hop.
-    assert forward == 2 * [counts, references, hops[0], weights, *hops[1:], *hops[::-1]]
-    assert backward == 2 * [*hops, *hops[1:], weights, hops[0]]
+    counts, references, weights = ("torch.int64", 4), ("torch.int32", 4), ("torch.float64", 4)
+    for (levels, ranks_per_node), (forward, backward, syncs) in zip(RECORDED, answers[0], strict=True):
+        assert syncs == ["tolist"] * 2  # one for each layer, none in backward
+        hops = [("rows", 4)]
+        if "node" in levels and ranks_per_node == 2:
+            hops.append(("rows", 2))
+        # Weights leave beside the first hop.
+        assert forward == 2 * [counts, references, hops[0], weights, *hops[1:], *hops[::-1]], levels
+        assert backward == 2 * [*hops, *hops[1:], weights, hops[0]], levels
 
 
 def test_the_recorder_sees_what_waits():
@@ -110,8 +113,12 @@ def keep(levels):
     return rows, plans[0].num_arrived, plans[0].row_ids_M.numel()
 
 
-@pytest.mark.parametrize("levels", ["gpu", "node+gpu"])
-def test_backward_keeps_each_row_once_however_many_experts_it_serves(levels):
-    for kept, arrived, assigned in run_ranks(4, keep, levels):
-        assert kept == arrived
-        assert arrived < 0.8 * assigned
+def keep_by_levels():
+    return {levels: keep(levels) for levels in ("gpu", "node+gpu")}
+
+
+def test_backward_keeps_each_row_once_however_many_experts_it_serves():
+    for found in run_ranks(4, keep_by_levels):
+        for levels, (kept, arrived, assigned) in found.items():
+            assert kept == arrived, levels
+            assert arrived < 0.8 * assigned, levels
