@@ -87,8 +87,8 @@ def test_what_cannot_fit_is_not_compiled(arch: str, blocks: dict[str, int], warp
     assert fits("grouped_wgrad", replace(config, blocks=base.blocks, num_warps=8), arch=arch, dtype=BF16)
 
 
-COMPILE = """
-import dataclasses, random, torch
+COMPILE = '''
+import random, torch
 from xmoe.kernels import triton_kernels as kernels
 from xmoe.kernels.compile import compile_launch
 from xmoe.kernels.launch import recording
@@ -114,46 +114,33 @@ def run(op, block_m):
         kernels.grouped_forward_activated(empty(512, 512), weights, weights, rows, row_ids_M=integers(1024),
                                           weights_M=empty(1024, dtype=torch.float32), activation="swiglu")
 
+def is_small(config):
+    """Soon compiled: a tile of 64 by 128 at most. The formula is linear in a tile's height and width."""
+    sides = [size for name, size in config.blocks.items() if name in ("BLOCK_M", "BLOCK_N", "BLOCK_OUT", "BLOCK_IN")]
+    return sides[0] * sides[1] <= 64 * 128
+
 random.seed(0)
-for arch, op in [("gfx90a", "grouped_dgrad"), ("gfx90a", "grouped_wgrad"), ("gfx942", "grouped_forward_activated"),
+recorded = {}
+for arch, op in [("gfx90a", "grouped_wgrad"), ("gfx942", "grouped_forward_activated"),
                  ("gfx950", "grouped_forward_activated"), ("sm_80", "grouped_dgrad"), ("sm_90", "grouped_wgrad")]:
     of = dict(arch=arch, dtype=torch.bfloat16, width=2 if "activated" in op else 0)
     found = candidates(op, **of)
-    config = random.choice([c for c in found if c.knobs] or found)
+    config = random.choice([c for c in found if c.knobs] or [c for c in found if is_small(c)])
     with forcing({op: config}), recording(arch) as calls:
         run(op, config.blocks.get("BLOCK_M", 128))
+    recorded[arch, op] = calls[0]
     shared = compile_launch(calls[0], arch).shared_bytes
     print(arch, op, shared, lds_bytes(op, config, **of), bool(config.knobs))
-"""
+'''
 
 
-@pytest.mark.slow
-def test_the_formula_is_what_the_compiler_takes(tmp_path: Path) -> None:
-    environment = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    result = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    lines = [line.split() for line in result.stdout.splitlines()]
-    assert len(lines) == 6
-    assert sum(line[-1] == "True" for line in lines) == 2, "in-thread transposition was not compiled"
-    for arch, op, shared, formula, _ in lines:
-        assert 0.96 * int(formula) <= int(shared) <= int(formula), (arch, op, shared, formula)
-
-
+# After the above, in its process: to import Triton takes as long as to compile with it.
 KNOBS = """
-import dataclasses, torch, triton
-from xmoe.kernels import triton_kernels as kernels
-from xmoe.kernels.compile import compile_launch
-from xmoe.kernels.launch import _variant, compiler_knobs, launch, recording
-from xmoe.kernels.ragged import TileSchedule
+import dataclasses, triton
+from xmoe.kernels.launch import _variant, compiler_knobs, launch
 
-integers = torch.empty(9, dtype=torch.int32, device="meta")
-schedule = TileSchedule(offsets_e1=integers, tile_expert=integers, tile_row=integers, num_tiles=integers,
-                        max_tiles=9, num_rows=512, block_m=128)
-rows = torch.empty(512, 256, dtype=torch.bfloat16, device="meta")
-with recording("gfx90a") as calls:
-    kernels.grouped_wgrad(rows, rows, schedule)
-plain = calls[0]
-turned = dataclasses.replace(plain, config=dataclasses.replace(plain.config, knobs={"use_in_thread_transpose": True}))
+turned = recorded["gfx90a", "grouped_wgrad"]
+plain = dataclasses.replace(turned, config=dataclasses.replace(turned.config, knobs={}))
 permutes = [compile_launch(call, "gfx90a").assembly.count("v_perm_b32") for call in (plain, turned)]
 assert triton.knobs.amd.use_in_thread_transpose is None
 kernel, knobs = plain.kernel, frozenset(turned.config.knobs.items())
@@ -186,11 +173,28 @@ print(compile_launch(plain, "gfx90a").assembly.count("v_perm_b32") == permutes[0
 """
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the two scripts above print, by lines."""
+    path = str(tmp_path_factory.mktemp("triton"))
+    environment = {"TRITON_CACHE_DIR": path, "PATH": "/usr/bin:/bin", "HOME": path}
+    result = subprocess.run([sys.executable, "-c", COMPILE + KNOBS], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
 @pytest.mark.slow
-def test_knobs_reach_the_compiler_for_their_configuration_alone(tmp_path: Path) -> None:
-    environment = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    result = subprocess.run([sys.executable, "-c", KNOBS], capture_output=True, text=True, env=environment)
-    assert (result.returncode, result.stdout) == (0, "True True\n"), result.stderr
+def test_the_formula_is_what_the_compiler_takes(compiled: list[str]) -> None:
+    lines = [line.split() for line in compiled[:-1]]
+    assert len(lines) == 5
+    assert sum(line[-1] == "True" for line in lines) == 1, "in-thread transposition was not compiled"
+    for arch, op, shared, formula, _ in lines:
+        assert 0.96 * int(formula) <= int(shared) <= int(formula), (arch, op, shared, formula)
+
+
+@pytest.mark.slow
+def test_knobs_reach_the_compiler_for_their_configuration_alone(compiled: list[str]) -> None:
+    assert compiled[-1] == "True True"
 
 
 # Search
@@ -383,7 +387,7 @@ def test_many_processes_write_at_once_and_lose_nothing(folder: Path) -> None:
     for process in writers:
         process.start()
     for process in writers:
-        process.join(timeout=60)
+        process.join(timeout=100)
     assert [process.exitcode for process in writers] == [0] * 4
     assert failures.empty(), failures.get()
     for writer in range(4):
