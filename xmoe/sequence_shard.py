@@ -11,10 +11,12 @@ What each rank computes of the whole, and what makes it whole:
     capacity, drops   the whole batch's            an expert's queue is ranked over the choices of all slices
     auxiliary losses  own scores, all loads        loads are summed before, the losses after
     random draws      those of the whole batch     every rank draws for all tokens and keeps its slice of the numbers
+    dropout           slice or rows, other masks   drawn from a stream by rank; the generators move alike on all ranks
     output            slice                        gathered; backward takes the slice of its gradient
 
 So outputs, gradients, losses and the state of the random generator are those of the layer that is not sharded, up to
-rounding, and bitwise the same on all ranks of the group.
+rounding, and bitwise the same on all ranks of the group. With dropout in the experts or shared experts the masks are
+others than the unsharded layer's; outputs and states are still the same on all ranks.
 
 Input that is a slice already (Megatron's sequence parallelism, DeepSpeed's Ulysses) is neither cut nor joined: only
 sums remain. Each rank draws for its own tokens, and where an expert's queue goes by position, it goes rank by rank.
@@ -33,6 +35,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .ops.collectives import Exchange, gather_over_ranks, sum_over_ranks
+from .ops.dropout import own_dropout
+from .ops.graph import nodes_between
 from .ops.sequence import Slices, cut, gather_slices, join_slices, own_slice, sum_gradients, sum_losses
 
 
@@ -84,7 +88,10 @@ class TokenSplit:
         return own_loss
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """``module(*args, **kwargs)`` on own tokens, so that its parameters' gradients become the whole batch's."""
+        """``module(*args, **kwargs)`` on own tokens, so that its parameters' gradients become the whole batch's.
+
+        Raises ValueError where they could not, as backward would go past the sum over the ranks.
+        """
         return module(*args, **kwargs)
 
 
@@ -122,6 +129,32 @@ def _is_summed(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "sequence_parallel", False))
 
 
+def _refuse_bypass(module: nn.Module, result: Any, ends: Sequence[Tensor], *, label: str, has_sums: bool) -> None:
+    """Raises ValueError where backward would go past ``ends``, which are the module's inputs and summed parameters.
+
+    A checkpoint whose recompute runs in backward takes the module's parameters as they are then, not as they were
+    swapped in. The graph, and so the error, is alike on all ranks, those without tokens too.
+    """
+    results = [part for part in (result if isinstance(result, tuple) else (result,)) if isinstance(part, Tensor)]
+    for node in nodes_between(results, ends):
+        what = f"layer '{label}': {type(module).__name__} is computed on a slice of the tokens, and "
+        if has_sums and "checkpoint" in node.name().lower():
+            raise ValueError(
+                f"{what}its checkpoint ({node.name().removesuffix('Backward')}) runs again inside of backward, where "
+                "gradients would not be summed over the slices: give that checkpoint use_reentrant=False, or "
+                "checkpoint the whole layer in its place"
+            )
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and not _is_summed(leaf):
+            names = [f"'{name}'" for name, parameter in module.named_parameters() if parameter is leaf]
+            raise ValueError(
+                f"{what}takes {names[0] if names else 'a parameter of another module'}, of shape "
+                f"{tuple(leaf.shape)}, from a reference that was kept, so its gradient would not be summed over the "
+                "slices: let forward take every parameter from the module that owns it, and that one be a part of "
+                f"{type(module).__name__}"
+            )
+
+
 class _ShardedTokens(TokenSplit):
     """A slice of each of ``num_parts`` parts came to this rank, the other slices to the others."""
 
@@ -130,6 +163,7 @@ class _ShardedTokens(TokenSplit):
     ) -> None:
         self._exchange, self._num_ranks, self._rank = shard.exchange, shard.num_ranks, shard.rank
         self._num_parts, self._device = num_parts, hidden_states.device
+        self._sums_gradients = shard.sums_gradients
         self._length = math.prod(hidden_states.shape[:-1]) // max(num_parts, 1)
         seen = sum_gradients(summed, shard.exchange)
         self._seen = {id(parameter): as_seen for parameter, as_seen in zip(summed, seen, strict=True)}
@@ -161,7 +195,12 @@ class _ShardedTokens(TokenSplit):
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         seen = {name: self._seen[id(p)] for name, p in module.named_parameters() if id(p) in self._seen}
-        return functional_call(module, seen, args, kwargs)
+        with own_dropout(module, self._rank, self._device):
+            result = functional_call(module, seen, args, kwargs)
+        if self._sums_gradients and torch.is_grad_enabled():
+            ends = [*seen.values(), *(arg for arg in args if isinstance(arg, Tensor))]
+            _refuse_bypass(module, result, ends, label=self._exchange.label, has_sums=bool(seen))
+        return result
 
     def _by_part(self, values_T: Tensor) -> Tensor:
         length = values_T.shape[0] // max(self._num_parts, 1)
