@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from .dispatch.base import Dispatcher
 from .dispatch.local import LocalDispatcher
+from .dispatch.tensor_parallel import SharedTokens
 from .experts import Experts, Prepared
 from .ops._backend import KernelChoice, use_kernels
 from .ops.clock import StageClock, timed, timed_run, use_clock
+from .ops.dropout import own_dropout
 from .ops.overlap import Pausing, overlapped
 from .permute import permute, split_tokens
 from .replay import Decisions, decisions_for
@@ -73,7 +75,7 @@ class RoutedMLP(nn.Module):
         self.experts = experts
         self.shared_mlp = shared_mlp
         self.shared_gate = shared_gate
-        self.dispatcher: Dispatcher = dispatcher if dispatcher is not None else LocalDispatcher()
+        self.set_dispatcher(dispatcher if dispatcher is not None else LocalDispatcher())
         self.sequence_shard: SequenceShard | None = None
         self.kernels: KernelChoice = "auto"
         self.clock = StageClock()
@@ -82,6 +84,8 @@ class RoutedMLP(nn.Module):
 
     def set_dispatcher(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
+        # This rank's place among those whose tokens it shares, and None where nobody has the same.
+        self._place = dispatcher.rank if isinstance(dispatcher, SharedTokens) else None
 
     def set_sequence_shard(self, shard: SequenceShard | None) -> None:
         """From now on this rank computes its slice of the tokens, or, with None, all that it is given."""
@@ -125,7 +129,8 @@ class RoutedMLP(nn.Module):
     ) -> Pausing[Tensor]:
         """``[T, D]``: the routed experts' sum for each token of one chunk. Pauses while its rows are under way."""
         rows = yield from timed_run("dispatch", self.dispatcher.dispatch(x_TD, buffer, plan), x_TD.device)
-        with timed("experts", x_TD.device):
+        place = self._place if self.sequence_shard is None else self.sequence_shard.rank
+        with timed("experts", x_TD.device), own_dropout(self.experts, place, x_TD.device):
             homeward = self.dispatcher.combine(self.experts(rows, plan, prepared), buffer, plan)
         del rows  # on the way home nothing here holds them or their results: autograd does, where it needs them
         return (yield from timed_run("combine", homeward, x_TD.device))
