@@ -138,8 +138,8 @@ def _check(cases):
 RECOMPUTED = {"stage": 0, "clip": 0.1, "interval": 1}
 BF16 = [{"stage": 0, "bf16": True}, {"stage": 1, "bf16": True}]
 CASES = {
-    "both": [{"stage": 0}, {"stage": 1, "clip": 0.1}, BF16[0]],
-    "sizes": [{"stage": 1}, RECOMPUTED, BF16[1]],
+    "both": [{"stage": 0}, {"stage": 1, "clip": 0.1}, BF16[1]],
+    "sizes": [{"stage": 1}, RECOMPUTED, BF16[0]],
     "first": [{"stage": 1}, RECOMPUTED, *BF16],
     "last": [{"stage": 0}, {"stage": 1, "clip": 0.1}, *BF16],
 }

@@ -199,7 +199,7 @@ def _check_both(split, cases):
 def test_whole_experts_equal_one_process_and_the_native_layer():
     """Outputs, gradients and norms; the tensor-parallel ranks hold different experts."""
     cases = [{"stage": 0, "ep_size": 4, "clip": 0.1, **PLAIN}, {"stage": 1, "clip": 0.1, **ROOM}]
-    cases += [{"stage": 2, "ep_size": 1, **PLAIN}]
+    cases += [{"stage": 2, "ep_size": 1, **PLAIN}, {"stage": 0, **PLAIN}]
     cases += [{"ep_size": 4, "dispatch": "node+gpu", "ranks_per_node": 2, **PLAIN}]
     run_ranks(4, _check_both, False, cases, timeout_s=90)
 
