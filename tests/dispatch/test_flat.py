@@ -71,6 +71,7 @@ SENT = {  # by world size: tokens of each rank, experts a rank, experts a token,
     4: [
         (UNEVEN, 1, 4, "random", False),
         (UNEVEN, 2, 3, "dropped", False),
+        (UNEVEN, 2, 3, "dropped", True),  # a rank that sends nothing gets rows
         (UNEVEN, 4, 2, "random", False),
         (UNEVEN, 2, 2, "rank 0", False),
         (UNEVEN, 2, 2, "rank 0", True),  # public threads: Megatron-LM#1877, pytorch#146468
