@@ -58,20 +58,20 @@ def links(
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=timedelta(minutes=5))
     try:
         report = measure_links(device, max_bytes=max_mib * 2**20, rounds=rounds)
-        path = out or links_path(report.hosts, report.ranks_per_node)
-        error = _keep(report, path, torch=torch.__version__) if place.rank == 0 else None
+        path, error = _keep(report, out, torch=torch.__version__) if place.rank == 0 else (None, None)
         raise_together(error)
-        if place.rank == 0:
+        if path is not None:
             _show(report, path, as_json=as_json)
     finally:
         dist.destroy_process_group()
 
 
-def _keep(report: Any, path: Path, **versions: str) -> ConfigError | None:
-    """Writes what dispatch will meet: the all-to-alls. Returns the error of a file that cannot be written."""
+def _keep(report: Any, out: Path | None, **versions: str) -> tuple[Path | None, ConfigError | None]:
+    """Writes what dispatch will meet: the all-to-alls. Returns the file, or the error of one that cannot be written."""
     intra_node = report.fit_of("all-to-all", "intra-node")
     inter_node = report.fit_of("all-to-all", "inter-node")
     try:
+        path = out or links_path(report.hosts, report.setting.ranks_per_node)
         write_links(
             path,
             intra_node=intra_node and intra_node.link,
@@ -79,18 +79,15 @@ def _keep(report: Any, path: Path, **versions: str) -> ConfigError | None:
             hosts=report.hosts,
             setting={**_setting(report), "xmoe": __version__, **versions},
         )
+    except ConfigError as error:
+        return None, error
     except OSError as error:
-        return ConfigError("--out", str(path), f"cannot be written ({error.strerror}); name a writable file")
-    return None
+        return None, ConfigError("--out", str(path), f"cannot be written ({error.strerror}); name a writable file")
+    return path, None
 
 
 def _setting(report: Any) -> dict[str, object]:
-    return {
-        "nodes": len(report.hosts),
-        "ranks_per_node": report.ranks_per_node,
-        "backend": report.backend,
-        "device": report.device,
-    }
+    return {"nodes": len(report.hosts), **vars(report.setting)}
 
 
 def _show(report: Any, path: Path, *, as_json: bool) -> None:
@@ -109,7 +106,7 @@ def _show(report: Any, path: Path, *, as_json: bool) -> None:
             typer.echo(json.dumps(line))
         return
     setting = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in list(_setting(report).items())[:2])
-    table = Table(title=f"{setting}, {report.backend}, {report.device}")
+    table = Table(title=f"{setting}, {report.setting.backend}, {report.setting.device}")
     for heading in ("pattern", "links", "latency us", "GB/s", "fit error"):
         table.add_column(heading, justify="left" if heading in ("pattern", "links") else "right", no_wrap=True)
     for found in report.measurements:

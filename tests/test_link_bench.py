@@ -18,7 +18,7 @@ import torch.distributed as dist
 from xmoe import link_bench
 from xmoe.launch import cli
 from xmoe.link_bench import LinkReport, measure_links
-from xmoe.links import Link, find_links, links_path
+from xmoe.links import Link, Setting, find_links, links_path
 from xmoe.testing import run_ranks
 from xmoe.testing_cluster import ClusterShape, EmulatedCluster, unavailable
 
@@ -98,7 +98,8 @@ def test_every_class_of_links_is_measured_once_and_over_its_own_links_only(hosts
     found = {(m.pattern, m.link_class): {p.messages for p in m.points} for m in reports[0].measurements}
     assert found == {key: {messages} for key, messages in measured.items()}
     assert reports[0].hosts == tuple(dict.fromkeys(hosts))
-    assert reports[0].ranks_per_node == len(hosts) // len(set(hosts))
+    ranks_per_node = len(hosts) // len(set(hosts))
+    assert reports[0].setting == Setting(ranks_per_node=ranks_per_node, backend="gloo", device="cpu")
     for measurement in reports[0].measurements:
         sizes = [point.num_bytes for point in measurement.points]
         assert sizes == sorted(set(sizes))
@@ -211,7 +212,8 @@ def test_the_command_keeps_what_jobs_on_these_hosts_find(tmp_path: Path, monkeyp
         ("all-to-all", "intra-node"),
         ("point-to-point", "intra-node"),
     ]
-    links, source = find_links([socket.gethostname()])
+    setting = Setting(ranks_per_node=2, backend="gloo", device="cpu")
+    links, source = find_links([socket.gethostname()], setting, needed={"intra_node"})
     assert source == str(links_path([socket.gethostname()], 2)) == lines[0]["file"]
     assert links.intra_node.bandwidth_bytes_per_s == pytest.approx(lines[0]["bandwidth_gb_per_s"] * 1e9)
     assert links.intra_node.latency_s == pytest.approx(lines[0]["latency_us"] * 1e-6)

@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from xmoe.config import ConfigError
-from xmoe.links import FRONTIER, Link, Links, Point, find_links, fit_link, links_path, read_links, write_links
+from xmoe.links import Link, Links, Point, Setting, find_links, fit_link, links_path, read_links, write_links
 
 SIZES = [1024 * 4**i for i in range(8)]
 LINK = Link(latency_s=4e-6, bandwidth_bytes_per_s=2.5e9)
@@ -95,46 +95,45 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+HERE = Setting(ranks_per_node=2, backend="gloo", device="cpu")
+
+
+def find(hosts: list[str]) -> tuple[Links, str] | None:
+    return find_links(hosts, HERE, needed=["intra_node", "inter_node"])
+
+
 def keep(path: Path, hosts: list[str], link: Link = LINK, *, age_s: float = 0.0) -> Path:
-    write_links(path, intra_node=link, inter_node=link, hosts=hosts, setting={"backend": "gloo"})
+    write_links(path, intra_node=link, inter_node=link, hosts=hosts, setting=vars(HERE))
     os.utime(path, (1e9 - age_s, 1e9 - age_s))
     return path
 
 
 def test_a_job_finds_the_newest_measurement_of_its_hosts(cache: Path) -> None:
-    assert find_links(["b", "a"]) == (FRONTIER, "defaults")
+    assert find(["b", "a"]) is None
     pair = keep(links_path(["b", "a"], 8), ["b", "a"], age_s=2.0)
     assert pair.is_relative_to(cache)
     assert links_path(["a", "b", "a"], 8) == pair
     three = keep(links_path(["a", "b", "c"], 8), ["a", "b", "c"], Link(latency_s=1e-3, bandwidth_bytes_per_s=1e6))
-    assert find_links(["a", "b", "b"])[1] == str(three)
+    assert find(["a", "b", "b"])[1] == str(three)
     os.utime(three, (9e8, 9e8))
-    found, source = find_links(["a", "b", "b"])
+    found, source = find(["a", "b", "b"])
     assert source == str(pair)
     assert found.inter_node.latency_s == pytest.approx(LINK.latency_s)
     assert found.inter_node.bandwidth_bytes_per_s == pytest.approx(LINK.bandwidth_bytes_per_s)
-    assert find_links(["c"])[1] == str(three)
-    assert find_links(["a", "d"]) == (FRONTIER, "defaults")
-
-
-def test_a_link_that_was_not_there_is_the_defaults(cache: Path) -> None:
-    path = links_path(["a"], 8)
-    write_links(path, intra_node=LINK, inter_node=None, hosts=["a"], setting={})
-    found, _ = find_links(["a"])
-    assert found.intra_node.latency_s == pytest.approx(LINK.latency_s)
-    assert found.inter_node == FRONTIER.inter_node
+    assert find(["c"])[1] == str(three)
+    assert find(["a", "d"]) is None
 
 
 def test_a_named_file_comes_first_and_must_be_good(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(links_path(["a"], 2), ["a"])
     named = keep(cache / "mine.json", ["elsewhere"], Link(latency_s=1e-3, bandwidth_bytes_per_s=1e6))
     monkeypatch.setenv("XMOE_LINKS", str(named))
-    found, source = find_links(["a"])
+    found, source = find(["a"])
     assert found.inter_node.latency_s == pytest.approx(1e-3)
     assert source == str(named)
     monkeypatch.setenv("XMOE_LINKS", str(cache / "none.json"))
     with pytest.raises(ConfigError, match=r"XMOE_LINKS is '.*none\.json'.*FileNotFoundError.*bench links --out"):
-        find_links(["a"])
+        find(["a"])
 
 
 @pytest.mark.parametrize(
@@ -146,6 +145,12 @@ def test_a_named_file_comes_first_and_must_be_good(cache: Path, monkeypatch: pyt
         '{"format": 99}',
         '{"format": 1, "intra_node": null, "inter_node": {"latency_us": 1}, "hosts": ["a"]}',
         '{"format": 1, "intra_node": null, "inter_node": null}',
+        '{"format": 1, "intra_node": null, "inter_node": null, "hosts": ["a"]}',
+        pytest.param(
+            f'{{"format": 1, "intra_node": {{"latency_us": 1, "bandwidth_gb_per_s": {"1" * 400}}}, "hosts": ["a"]}}',
+            id="more than a float holds",
+        ),
+        pytest.param("[" * 100_000, id="deeper than Python's stack"),
     ],
 )
 def test_a_spoilt_file_is_named_or_passed_over(cache: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -154,11 +159,10 @@ def test_a_spoilt_file_is_named_or_passed_over(cache: Path, content: str, caplog
     path.write_text(content)
     with pytest.raises(ValueError, match="holds no link figures"):
         read_links(path)
-    default = Links(intra_node=LINK, inter_node=LINK)
-    assert find_links(["a"], default=default) == (default, "defaults")
+    assert find(["a"]) is None
     assert "holds no link figures" in caplog.text
     other = keep(links_path(["a"], 3), ["a"], age_s=100.0)
-    assert find_links(["a"], default=default)[1] == str(other)
+    assert find(["a"])[1] == str(other)
 
 
 def test_a_write_that_fails_leaves_the_old_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from .links import Links
+from .links import Link, LinkClass, Links
 from .topology import NodeLayout
 
 DispatchName = Literal["local", "flat", "gpu", "node", "node+gpu"]
@@ -301,10 +301,18 @@ def _transfer(name: str, layout: NodeLayout, links: Links, num_bytes: ByLink, *,
     peers = layout.ranks_per_node - 1
     remote = 0 if within_node else layout.num_ranks - layout.ranks_per_node
     seconds = max(
-        links.intra_node.seconds(messages=peers, num_bytes=num_bytes.intra_node),
-        links.inter_node.seconds(messages=remote, num_bytes=num_bytes.inter_node),
+        _seconds(links.intra_node, "inside a node", messages=peers, num_bytes=num_bytes.intra_node),
+        _seconds(links.inter_node, "between nodes", messages=remote, num_bytes=num_bytes.inter_node),
     )
     return Transfer(name=name, num_bytes=num_bytes, seconds=seconds)
+
+
+def _seconds(link: Link | None, where: str, *, messages: int, num_bytes: float) -> float:
+    if not messages:
+        return 0.0
+    if link is None:
+        raise ValueError(f"the ranks have links {where}, and there are no figures for them")
+    return link.seconds(messages=messages, num_bytes=num_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,6 +323,21 @@ class Choice:
     estimates: tuple[Estimate, ...]
 
 
+def classes_used(layout: NodeLayout) -> frozenset[LinkClass]:
+    """The classes of links whose figures :func:`choose_dispatch` needs."""
+    layout = _taken_for(layout)
+    inside: set[LinkClass] = {"intra_node"} if layout.ranks_per_node > 1 else set()
+    between: set[LinkClass] = {"inter_node"} if layout.num_nodes > 1 else set()
+    return frozenset(inside | between)
+
+
+def _taken_for(layout: NodeLayout) -> NodeLayout:
+    """Nodes with unequal numbers of ranks count as nodes of one rank each."""
+    if any(len(ranks) != layout.ranks_per_node for ranks in layout.members):
+        return NodeLayout(nodes=tuple(range(layout.num_ranks)))
+    return layout
+
+
 def choose_dispatch(
     layout: NodeLayout, layer: Layer, links: Links, *, fanout: Fanout | None = None, backward: bool = True
 ) -> Choice:
@@ -322,10 +345,10 @@ def choose_dispatch(
 
     Levels that change nothing are no candidates: on one node, or with one rank to each, that is all but flat and gpu;
     a single rank is local. Nodes with unequal numbers of ranks, too, leave flat and gpu, as if all links were slow
-    ones. Raises ValueError where the experts do not divide among the ranks.
+    ones. Raises ValueError where the experts do not divide among the ranks, and for a class of links that is used
+    (:func:`classes_used`) and has no figures.
     """
-    if any(len(ranks) != layout.ranks_per_node for ranks in layout.members):
-        layout = NodeLayout(nodes=tuple(range(layout.num_ranks)))
+    layout = _taken_for(layout)
     names: tuple[DispatchName, ...] = ("flat", "gpu", "node", "node+gpu")
     if layout.num_ranks == 1:
         names = ("local",)

@@ -19,20 +19,22 @@ _PARTS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.
 )
 
 
-def raise_together(error: Exception | None) -> None:
-    """Raises the same error on every rank when any rank has one: the lowest such rank's. A collective.
+def raise_together(error: Exception | None, *, group: dist.ProcessGroup | None = None) -> None:
+    """Raises the same error on every rank when any rank has one: the lowest such rank's.
+
+    A collective of ``group``, by default of all ranks.
 
     Call it after each piece of work that can fail on one rank only (reading a file, checking a setting) and before
     the next collective: the alternative is one rank's traceback and all others' hang. Without a process group it
     raises ``error`` if there is one. The error raised elsewhere is of the same type where that type can be pickled.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         if error is not None:
             raise error
         return
     own = None if error is None else _portable(error)
-    errors: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, own)
+    errors: list[Exception | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(errors, own, group=group)
     for found in errors:
         if found is not None:
             raise found from error
@@ -87,6 +89,11 @@ def host_names(group: dist.ProcessGroup) -> list[str]:
         dist.all_gather_object(names, socket.gethostname(), group=group)
         _HOSTS[group] = names
     return _HOSTS[group]
+
+
+def hosts_of_job() -> list[str] | None:
+    """The host name of each rank of the job, if :func:`host_names` was asked for them, which takes all ranks."""
+    return None if dist.group.WORLD is None else _HOSTS.get(dist.group.WORLD)
 
 
 def part_of_group(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .links import Fit, Point, fit_link
-from .ops.collectives import Begun, Exchange, exchange_rows, sum_over_ranks
+from .links import Fit, Point, Setting, fit_link
+from .ops.collectives import Begun, Exchange, carriers, exchange_rows, sum_over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +51,7 @@ class LinkReport:
     """
 
     hosts: tuple[str, ...]
-    ranks_per_node: int
-    backend: str
-    device: str
+    setting: Setting
     measurements: tuple[Measurement, ...]
 
     def fit_of(self, pattern: Pattern, link_class: LinkClass) -> Fit | None:
@@ -82,13 +80,9 @@ def measure_links(device: torch.device, *, max_bytes: int, rounds: int, host: st
             logger.warning("%s", problem)
             continue
         found.append(Measurement(pattern=pattern, link_class=link_class, points=tuple(points), fit=fit))
-    return LinkReport(
-        hosts=tuple(nodes),
-        ranks_per_node=len(next(iter(nodes.values()))),
-        backend=dist.get_backend(),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        measurements=tuple(found),
-    )
+    backend, name = carriers(bench.all.group, device)
+    setting = Setting(ranks_per_node=len(bench.nodes[0]), backend=backend, device=name)
+    return LinkReport(hosts=tuple(nodes), setting=setting, measurements=tuple(found))
 
 
 def _sizes(max_bytes: int) -> Iterator[int]:

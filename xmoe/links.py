@@ -9,23 +9,26 @@ messages, as in R. Thakur et al., Int. J. High Performance Computing Application
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .config import ConfigError
 from .files import replacing
 
 logger = logging.getLogger(__name__)
 
+LinkClass = Literal["intra_node", "inter_node"]
+
 FILE_VARIABLE = "XMOE_LINKS"
-NOT_MEASURED = "defaults"
+CACHE_VARIABLE = "XMOE_CACHE_DIR"
 _FORMAT = 1
 _MAX_ITERATIONS = 200
 # Of the largest size's time, that its bytes must take: less is lost in what repeated measurements differ by.
@@ -56,13 +59,37 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """The links between the ranks of one node, and those between nodes."""
+    """The links between the ranks of one node, and those between nodes; None where there are no such links."""
 
-    intra_node: Link
-    inter_node: Link
+    intra_node: Link | None
+    inter_node: Link | None
 
 
-# One die (GCD) of an MI250X on a machine like Frontier or LUMI, eight to a node: stands in where nothing was measured.
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What else figures depend on than hosts: other ranks share a network interface, other backends other wires.
+
+    ``ranks_per_node``  of the whole job, since all of them send at once
+    ``backend``         that carries the collectives: ``"nccl"``, ``"gloo"``
+    ``device``          a GPU's name, or ``"cpu"``
+    """
+
+    ranks_per_node: int
+    backend: str
+    device: str
+
+    def differences(self, written: Mapping[str, Any]) -> str:
+        """How the setting in a file differs, in words; ``""`` where it does not."""
+        own = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return ", ".join(
+            f"{name} is {written.get(name)!r} there and {value!r} here"
+            for name, value in own
+            if written.get(name) != value
+        )
+
+
+# One die (GCD) of an MI250X on a machine like Frontier or LUMI, eight to a node: for estimates of such machines, and
+# for nobody's choice of a dispatcher.
 FRONTIER = Links(
     intra_node=Link(
         # An eight-rank RCCL collective on a Frontier node takes 37 to 52 us with next to no data (PCCL's published
@@ -155,16 +182,22 @@ def _newton_step(logs: tuple[float, float], points: Sequence[Point], damping: fl
 
 
 def links_path(hosts: Iterable[str], ranks_per_node: int) -> Path:
-    """Where the figures of a job on these hosts lie, below :func:`links_folder`."""
+    """Where the figures of a job on these hosts lie, below :func:`links_folder`. Raises ConfigError as that does."""
     names = sorted(set(hosts))
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
     return links_folder() / f"{len(names)}x{ranks_per_node}-{digest}.json"
 
 
 def links_folder() -> Path:
-    """``XMOE_CACHE_DIR``, else ``~/.cache/xmoe``; measured figures lie in its folder ``links``."""
-    named = os.environ.get("XMOE_CACHE_DIR")
-    return (Path(named) if named else Path.home() / ".cache" / "xmoe") / "links"
+    """``XMOE_CACHE_DIR``, else ``~/.cache/xmoe``; measured figures lie in its folder ``links``.
+
+    Raises ConfigError where neither is there.
+    """
+    named = os.environ.get(CACHE_VARIABLE)
+    try:
+        return (Path(named) if named else Path.home() / ".cache" / "xmoe") / "links"
+    except RuntimeError as error:  # no HOME, and no entry for the user: a container under any user's number
+        raise ConfigError(CACHE_VARIABLE, None, f"there is no home directory ({error}); name a folder") from error
 
 
 def write_links(
@@ -177,8 +210,8 @@ def write_links(
 ) -> None:
     """Keeps what was measured on ``hosts`` in ``path``, whole or not at all.
 
-    A link is None where the job has none of its class; ``setting`` says more to people. Raises OSError where the file
-    cannot be written.
+    A link is None where the job has none of its class; ``setting`` has what :class:`Setting` has, and what else people
+    may want to know. Raises OSError where the file cannot be written.
     """
     content = {
         "format": _FORMAT,
@@ -192,47 +225,87 @@ def write_links(
         scratch.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-def read_links(path: Path, *, default: Links = FRONTIER) -> tuple[Links, frozenset[str]]:
-    """The figures in ``path`` and the hosts they are of; a link the file has none for is ``default``'s.
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a file holds: the links, the hosts they lie between, and the setting as it was written."""
 
-    Raises ValueError naming the file.
-    """
+    links: Links
+    hosts: frozenset[str]
+    setting: Mapping[str, Any]
+
+    def missing(self, needed: Collection[LinkClass]) -> str:
+        """The classes of links that are needed and were not measured, in words; ``""`` where there are none."""
+        return ", ".join(name for name in sorted(needed) if getattr(self.links, name) is None)
+
+
+def read_links(path: Path) -> Measured:
+    """The figures in ``path``. Raises ValueError naming the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
             raise ValueError(f"format {content['format']!r}, and this version reads format {_FORMAT}")
-        links = Links(
-            intra_node=_from_json(content["intra_node"]) or default.intra_node,
-            inter_node=_from_json(content["inter_node"]) or default.inter_node,
-        )
-        return links, frozenset(content["hosts"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        links = Links(intra_node=_from_json(content["intra_node"]), inter_node=_from_json(content["inter_node"]))
+        return Measured(links=links, hosts=frozenset(content["hosts"]), setting=dict(content["setting"]))
+    except Exception as error:  # a spoilt file can hold anything: numbers beyond float's, lists in 10^5 lists
         raise ValueError(f"{path} holds no link figures ({type(error).__name__}: {error})") from error
 
 
-def find_links(hosts: Iterable[str], *, default: Links = FRONTIER) -> tuple[Links, str]:
-    """Figures for these hosts, and where they come from.
+def find_links(hosts: Iterable[str], setting: Setting, *, needed: Collection[LinkClass]) -> tuple[Links, str] | None:
+    """Figures of these hosts' links of the classes ``needed``, and the file they come from; None: nobody measured.
 
     The file named by ``XMOE_LINKS`` where that is set (one file for all jobs of a machine whose jobs get other nodes
-    each time), else the newest measurement of which these hosts were part, else ``default`` and NOT_MEASURED. Raises
-    ConfigError when the named file cannot be read; a spoilt file of the cache is passed over with a warning.
+    each time), whatever its setting, of which a warning says how it differs. Else the newest measurement in the same
+    setting of which these hosts were part. Raises ConfigError when the named file cannot be read; a spoilt file of the
+    cache is passed over with a warning.
     """
     named = os.environ.get(FILE_VARIABLE)
     if named:
-        try:
-            return read_links(Path(named), default=default)[0], named
-        except ValueError as error:
-            raise ConfigError(FILE_VARIABLE, named, f"{error}; write it with 'xmoe bench links --out'") from error
+        return _named_links(named, setting, needed)
     wanted = set(hosts)
-    for path in sorted(links_folder().glob("*.json"), key=_age):
+    for path in _cached_files():
         try:
-            links, measured = read_links(path, default=default)
+            measured = read_links(path)
         except ValueError as error:
-            logger.warning("%s", error)
+            _warn_once(str(error))
             continue
-        if wanted <= measured:
-            return links, str(path)
-    return default, NOT_MEASURED
+        if not wanted <= measured.hosts:
+            continue
+        differs, missing = setting.differences(measured.setting), measured.missing(needed)
+        if not differs and not missing:
+            return measured.links, str(path)
+        logger.info("%s is not of these links: %s", path, differs or f"it has no {missing}")
+    return None
+
+
+def _named_links(named: str, setting: Setting, needed: Collection[LinkClass]) -> tuple[Links, str] | None:
+    try:
+        measured = read_links(Path(named))
+    except ValueError as error:
+        raise ConfigError(FILE_VARIABLE, named, f"{error}; write it with 'xmoe bench links --out'") from error
+    if missing := measured.missing(needed):
+        _warn_once(f"{FILE_VARIABLE} ({named}) has no figures for {missing}: these links count as not measured")
+        return None
+    if differs := setting.differences(measured.setting):
+        _warn_once(f"{FILE_VARIABLE} ({named}) was measured in another setting: {differs}")
+    return measured.links, named
+
+
+def _cached_files() -> list[Path]:
+    """The newest first; none where there is no folder, or none that this user may read."""
+    try:
+        # Those that begin with a dot are being written, or were when their writer was killed.
+        return sorted((path for path in links_folder().glob("*.json") if not path.name.startswith(".")), key=_age)
+    except ConfigError:  # no home directory: nothing was ever kept
+        return []
+    except OSError as error:
+        _warn_once(f"no link figures can be looked for: {error}")
+        return []
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Every layer of a model asks for figures."""
+    logger.warning("%s", message)
 
 
 def _age(path: Path) -> float:

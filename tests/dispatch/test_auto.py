@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from xmoe.config import ConfigError
@@ -28,7 +29,7 @@ def choose(files, ranks_per_node):
     os.environ["XMOE_LINKS"] = files[dist.get_rank()]
     os.environ["XMOE_CACHE_DIR"] = "/nowhere"
     layout = NodeLayout.from_ranks_per_node(range(dist.get_world_size()), ranks_per_node)
-    return agreed_dispatch(dist.group.WORLD, layout, LAYER)
+    return agreed_dispatch(dist.group.WORLD, layout, LAYER, device=torch.device("cpu"))
 
 
 @pytest.fixture

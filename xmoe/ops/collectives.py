@@ -52,6 +52,13 @@ class Exchange:
         return self.label if step is None else f"{self.label}, step {step}"
 
 
+def carriers(group: dist.ProcessGroup, device: torch.device) -> tuple[str, str]:
+    """The backend and the device that carry the group's collectives of such tensors: ``("nccl", "NVIDIA H200")``."""
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return backends.get(device.type, dist.get_backend(group)), name
+
+
 class _Monitor:
     """Watches the collectives of devices; one daemon thread, started by the first of them."""
 

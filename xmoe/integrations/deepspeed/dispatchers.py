@@ -35,7 +35,7 @@ def dispatcher_of(layer: MoE, config: XMoEConfig, exchange: Exchange) -> Dispatc
     try:
         if name == "auto":
             layout = node_layout(exchange.group, config.ranks_per_node, equal=False)
-            name = agreed_dispatch(exchange.group, layout, _sizes(layer))
+            name = agreed_dispatch(exchange.group, layout, _sizes(layer), device=device)
         return make_dispatcher(
             name,
             exchange,

@@ -18,7 +18,7 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ...config import XMoEConfig, parse_section
-from ...groups import raise_together, same_everywhere
+from ...groups import host_names, raise_together, same_everywhere
 from .balance import balance_with_steps
 from .checkpoints import guard_checkpoints
 from .checks import (
@@ -117,6 +117,8 @@ def initialize(
         sizes = [(name, layer.num_experts, layer.ep_size) for name, layer in layers]
         same_everywhere(sizes, "the model's list of MoE layers")
     data_first = bool(content.get("use_data_before_expert_parallelism", False))
+    assert dist.group.WORLD is not None
+    host_names(dist.group.WORLD)  # while all ranks are here: "auto" asks how many share a node
     has_experts = share_groups(model, layers, data_first=data_first)
     engine, *rest = native_initialize(
         args=_without_config(args),
