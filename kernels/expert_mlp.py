@@ -13,7 +13,7 @@ from .grouped_wgrad import grouped_wgrad
 from .plan import tile_schedule
 from .ragged import Stacked, TileSchedule, stack
 from .reference_activation import Activation
-from .reference_experts import ExpertWeights
+from .reference_experts import ExpertWeights, WantedGradients
 from .rows import combine_rows, segment_sums
 from .tiles import tile_height
 
@@ -59,7 +59,7 @@ def expert_mlp_forward(
 
 def expert_mlp_backward(
     grad_y_RD: Tensor,
-    x_RD: Tensor,
+    x_RD: Tensor | None,
     row_ids_M: Tensor,
     assignments_RK: Tensor,
     weights_M: Tensor,
@@ -70,11 +70,13 @@ def expert_mlp_backward(
     activation: Activation,
     up_MF: Tensor,
     gate_MF: Tensor | None,
-) -> tuple[Tensor, Tensor, ExpertWeights]:
+    wanted: WantedGradients | None = None,
+) -> tuple[Tensor | None, Tensor, ExpertWeights]:
     """Gradients of :func:`expert_mlp_forward`: of ``x_RD``, of ``weights_M`` and of every expert's; see the twin."""
-    grad_y_RD, x_RD = grad_y_RD.contiguous(), x_RD.contiguous()
-    schedules = _Schedules(counts_e=counts_e, num_rows=row_ids_M.numel(), like=x_RD)
-    up, down, gate = stack(experts.up), stack(experts.down), _stacked(experts.gate)
+    wanted = wanted if wanted is not None else WantedGradients.all_of(experts)
+    grad_y_RD, x_RD = grad_y_RD.contiguous(), x_RD.contiguous() if x_RD is not None else None
+    schedules = _Schedules(counts_e=counts_e, num_rows=row_ids_M.numel(), like=grad_y_RD)
+    down = stack(experts.down)
     schedule = schedules.of("grouped_dgrad_activated", down.first.shape[::-1])
     offsets_e1 = schedule.offsets_e1
     grads: dict[str, Tensor] = {}
@@ -90,20 +92,22 @@ def expert_mlp_backward(
         activation=activation,
         down_bias=_stacked(experts.down_bias),
     )
-    grads["down"] = grouped_wgrad(grad_y_RD, hidden_MF, schedule, row_ids_M=row_ids_M, gathered="d_out")
+    if "down" in wanted.kinds:
+        grads["down"] = grouped_wgrad(grad_y_RD, hidden_MF, schedule, row_ids_M=row_ids_M, gathered="d_out")
     del hidden_MF  # as large as the pre-activations, and read for the last time
-    if experts.down_bias:
+    if "down_bias" in wanted.kinds:
         grads["down_bias"] = segment_sums(grad_y_RD, offsets_e1, row_ids_M=row_ids_M, weights_M=weights_M)
     for name, d_out_MF in (("up", d_up_MF), ("gate", d_gate_MF)):
-        if d_out_MF is not None:
+        if name in wanted.kinds:
             grads[name] = grouped_wgrad(d_out_MF, x_RD, schedule, row_ids_M=row_ids_M, gathered="x")
-            if getattr(experts, f"{name}_bias"):
-                grads[f"{name}_bias"] = segment_sums(d_out_MF, offsets_e1)
-
-    schedule = schedules.of("grouped_dgrad", up.first.shape[::-1])
-    second = (d_gate_MF, gate) if d_gate_MF is not None and gate is not None else None
-    grad_x_MD = grouped_dgrad(d_up_MF, up, schedule, second=second)
-    grad_x_RD = combine_rows(grad_x_MD, assignments_RK)
+        if f"{name}_bias" in wanted.kinds:
+            grads[f"{name}_bias"] = segment_sums(d_out_MF, offsets_e1)
+    grad_x_RD = None
+    if wanted.rows:
+        up, gate = stack(experts.up), _stacked(experts.gate)
+        schedule = schedules.of("grouped_dgrad", up.first.shape[::-1])
+        second = (d_gate_MF, gate) if d_gate_MF is not None and gate is not None else None
+        grad_x_RD = combine_rows(grouped_dgrad(d_up_MF, up, schedule, second=second), assignments_RK)
     per_expert = ExpertWeights(**{name: grads[name].unbind() if name in grads else () for name in ExpertWeights.FIELDS})
     return grad_x_RD, grad_weights_M.to(weights_M.dtype), per_expert
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from .dtypes import accumulator_dtype
 from .reference_activation import Activation, activation_backward, activation_forward
-from .reference_experts import ExpertWeights, expert_mlp_backward, expert_mlp_forward
+from .reference_experts import ExpertWeights, WantedGradients, expert_mlp_backward, expert_mlp_forward
 from .reference_gating import GateRule, Gating, experts_of_best_groups, gate_backward, gate_forward, top_k_ids
 from .reference_gemm import grouped_dgrad, grouped_dgrad_activated, grouped_forward, grouped_forward_activated
 from .reference_plan import (
@@ -46,6 +46,7 @@ __all__ = [
     "RankMap",
     "Routes",
     "SharedRows",
+    "WantedGradients",
     "accumulator_dtype",
     "activation_backward",
     "activation_forward",

@@ -2,7 +2,8 @@
 
 Kept for backward: the rows it was given, the pre-activations, and for each assignment one weight, one row id and its
 inverse (X-MoE, arXiv 2508.13337, section 4.1, with weights applied before the down projection so that expert outputs
-need not be kept for the routing weights' gradient).
+need not be kept for the routing weights' gradient). Rows are kept for the gradients of up and gate only, the weights of
+up and gate for that of the rows only: frozen experts keep no rows, and experts of frozen rows no cast weights.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels.reference import Activation, ExpertWeights, accumulator_dtype
+from ..kernels.reference import Activation, ExpertWeights, WantedGradients, accumulator_dtype
 from ._backend import kernels_for
 from .clock import timed_backward
 
@@ -51,6 +52,9 @@ class GradientSums:
         ]
 
 
+_NUM_OTHERS = 8  # inputs of the operator before the experts' weights
+
+
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -77,17 +81,17 @@ class _ExpertMLP(torch.autograd.Function):
                 experts=_unflatten(flat, len(counts)),
                 activation=activation,
             )
-        ctx.counts, ctx.activation, ctx.gated = counts, activation, gate_MF is not None
-        kept = (up_MF, gate_MF) if gate_MF is not None else (up_MF,)
-        ctx.save_for_backward(x_RD, row_ids_M, assignments_RK, weights_M, counts_e, *kept, *flat)
+        ctx.counts, ctx.activation, ctx.wanted = counts, activation, _wanted(ctx, len(counts))
+        x_kept = x_RD if ctx.wanted.reads_rows else None
+        kept = _kept(flat, len(counts), ctx.wanted)
+        ctx.save_for_backward(x_kept, row_ids_M, assignments_RK, weights_M, counts_e, up_MF, gate_MF, *kept)
         return y_RD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y_RD: Tensor) -> tuple[Tensor | None, ...]:
-        x_RD, row_ids_M, assignments_RK, weights_M, counts_e, up_MF, *rest = ctx.saved_tensors
-        gate_MF, flat = (rest[0], rest[1:]) if ctx.gated else (None, rest)
-        with ctx.timed(x_RD.device), torch.autocast(x_RD.device.type, enabled=False):
+        x_RD, row_ids_M, assignments_RK, weights_M, counts_e, up_MF, gate_MF, *flat = ctx.saved_tensors
+        with ctx.timed(grad_y_RD.device), torch.autocast(grad_y_RD.device.type, enabled=False):
             grad_x_RD, grad_weights_M, grads = ctx.kernels.expert_mlp_backward(
                 grad_y_RD,
                 x_RD,
@@ -100,9 +104,34 @@ class _ExpertMLP(torch.autograd.Function):
                 activation=ctx.activation,
                 up_MF=up_MF,
                 gate_MF=gate_MF,
+                wanted=ctx.wanted,
             )
-            flat_grads = ctx.sums.add(_flatten(grads, len(ctx.counts)))
+            needed = ctx.needs_input_grad[_NUM_OTHERS:]  # of a kind that is wanted, some experts may be frozen
+            flat_grads = _flatten(grads, len(ctx.counts))
+            flat_grads = ctx.sums.add([g if n else None for g, n in zip(flat_grads, needed, strict=True)])
         return grad_x_RD, None, None, grad_weights_M, None, None, None, None, *flat_grads
+
+
+def _wanted(ctx: Any, num_experts: int) -> WantedGradients:
+    needed = ctx.needs_input_grad[_NUM_OTHERS:]
+    kinds = [
+        field
+        for index, field in enumerate(ExpertWeights.FIELDS)
+        if any(needed[index * num_experts : (index + 1) * num_experts])
+    ]
+    return WantedGradients(rows=ctx.needs_input_grad[0], kinds=frozenset(kinds))
+
+
+def _kept(flat: Sequence[Tensor | None], num_experts: int, wanted: WantedGradients) -> list[Tensor | None]:
+    """The weights that backward reads, None in the place of the others."""
+    experts = _unflatten(flat, num_experts)
+    read = ExpertWeights(
+        up=experts.up if wanted.rows else [],
+        gate=experts.gate if wanted.rows else [],
+        down=experts.down,
+        down_bias=experts.down_bias,
+    )
+    return _flatten(read, num_experts)
 
 
 def _flatten(experts: ExpertWeights, num_experts: int) -> list[Tensor | None]:
@@ -136,8 +165,9 @@ def expert_mlp(
     ``counts`` is on the host, ``counts_e`` the same on the device; ``assignments_RK`` lists the assignments of each
     row (see ``ExpertPlan``). Calls of one forward, with the same weights, share ``sums``.
 
-    Differentiable in x, in the weights of the assignments and in every expert's weights;
-    under autocast everything runs in the inputs' own dtypes.
+    Differentiable in x, in the weights of the assignments and in every expert's weights; a gradient that nothing needs
+    is not computed, of x or of one kind of weights (up, gate, down, each one's bias) that is frozen in all experts.
+    Under autocast everything runs in the inputs' own dtypes.
     """
     flat = _flatten(experts, len(counts))
     sums = sums if sums is not None else GradientSums(1)
