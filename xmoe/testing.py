@@ -40,7 +40,7 @@ TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
 # Among them what an engine imports when it is made: with the muon module torch's compiler, seconds per process.
 _PRELOAD = [
     *("torch", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer"),
-    *("matplotlib.pyplot", "hypothesis", "torch.profiler._cupti_monitor"),
+    *("matplotlib.pyplot", "hypothesis", "pytest", "torch.profiler._cupti_monitor"),
     *("xmoe.integrations.deepspeed", "xmoe.testing", "xmoe.metrics", "xmoe.launch.cli", "xmoe.training.run"),
 ]
 
