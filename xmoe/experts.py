@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .kernels.reference import Activation, ExpertWeights, accumulator_dtype
-from .ops.attach import attach
+from .ops.attach import attach, join_backward
 from .ops.expert_mlp import GradientSums, expert_mlp
 from .types import ExpertPlan, Rows
 
@@ -73,12 +73,17 @@ def _decide_now(decide: Callable[[], Any]) -> Any:
     return decide()
 
 
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``tensor`` as autocast to ``dtype`` casts a product's operand: float64 stays, and None is no autocast."""
+    return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
     """What the calls of one forward share: see :meth:`Experts.prepare`.
 
     ``weights``  of the fused MLP; None where the experts are called as the modules they are
-    ``dtype``    that rows are cast to under autocast, as the weights were
+    ``dtype``    of autocast, which the results have either way (float64 stays float64); None where it is off
     ``sums``     of the weights' gradients over the calls
     """
 
@@ -93,6 +98,9 @@ class Experts(nn.Module):
     ``expert`` is copied ``num_local`` times, as DeepSpeed copies it. ``initialize(module, logical_id)``, if given,
     then gives each copy its own weights: it is called with torch's generator seeded by one draw for the layer and by
     the logical id, so an expert starts the same whatever the expert-parallel size.
+
+    ``trains_somewhere``  some rank's experts of this layer train: then every rank's results take part in backward,
+                          as a combine whose backward some ranks begin and others do not would never end
     """
 
     MLPS = "mlps"  # name of the module list, and so of the experts in the state dict
@@ -108,6 +116,7 @@ class Experts(nn.Module):
         nn.Module.__init__(self)
         self.add_module(self.MLPS, nn.ModuleList([copy.deepcopy(expert) for _ in range(num_local)]))
         self.formula = recognize(expert)
+        self.trains_somewhere = False
         self.initialize_each(first_id, initialize)
 
     def initialize_each(self, first_id: int, initialize: Callable[[nn.Module, int], None] | None) -> None:
@@ -137,26 +146,32 @@ class Experts(nn.Module):
 
         ``decide`` says whether the experts run fused, or what was recorded (see ``xmoe.replay``): a profiler hooks
         them in the forward only, and a recompute that keeps other tensors than the forward is refused by torch.
+        The results' dtype does not hang on it: on the other ranks, which expect rows of their own dtype, nobody may
+        have hooked anything.
         """
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
         experts = self.modules_in_order()
         fused = decide(lambda: self.formula is not None and all(map(self._is_plain, experts)))
         if self.formula is None or not fused:
-            return Prepared(weights=None, dtype=None, sums=GradientSums(num_calls))
-        weights, dtype = self.formula.weights(experts), None
-        if torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
+            return Prepared(weights=None, dtype=dtype, sums=GradientSums(num_calls))
+        weights = self.formula.weights(experts)
+        if dtype is not None:
             weights = ExpertWeights(
-                **{field: [w.to(dtype) for w in getattr(weights, field)] for field in ExpertWeights.FIELDS}
+                **{field: [_cast(w, dtype) for w in getattr(weights, field)] for field in ExpertWeights.FIELDS}
             )
         return Prepared(weights=weights, dtype=dtype, sums=GradientSums(num_calls))
 
     def forward(self, rows: Rows, plan: ExpertPlan, prepared: Prepared | None = None) -> Tensor:
-        """``y_RD``: for each row the weighted sum of its assignments' experts, in the rows' dtype."""
+        """``y_RD``: for each row the weighted sum of its assignments' experts, in the rows' dtype or autocast's."""
         prepared = prepared if prepared is not None else self.prepare(rows.x_RD.device.type)
+        y_RD = self._results(rows, plan, prepared)
+        return join_backward(y_RD) if self.trains_somewhere else y_RD
+
+    def _results(self, rows: Rows, plan: ExpertPlan, prepared: Prepared) -> Tensor:
         if self.formula is None or prepared.weights is None:
-            return attach(self._loop(rows, plan), rows.x_RD, rows.weights_M)
+            return attach(_cast(self._loop(rows, plan), prepared.dtype), rows.x_RD, rows.weights_M)
         return expert_mlp(
-            rows.x_RD if prepared.dtype is None else rows.x_RD.to(prepared.dtype),
+            _cast(rows.x_RD, prepared.dtype),
             plan.row_ids_M,
             plan.assignments_RK,
             rows.weights_M,

@@ -28,3 +28,10 @@ def attach(result: Tensor, *inputs: Tensor) -> Tensor:
     made nothing of their rows, having got none, must come by it as well. Adds nothing to the gradients.
     """
     return _Attach.apply(result, *inputs)
+
+
+def join_backward(result: Tensor) -> Tensor:
+    """``result``, as a part of the graph whatever it was computed from: its gradient is asked for, and ends here."""
+    if result.requires_grad or not torch.is_grad_enabled():
+        return result
+    return attach(result, torch.empty(0, requires_grad=True))
