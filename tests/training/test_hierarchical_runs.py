@@ -10,7 +10,7 @@ import jobs
 import pytest
 
 CONFIGS = Path(__file__).resolve().parents[2] / "launch/configs"
-STEPS = 8
+STEPS = 20
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
