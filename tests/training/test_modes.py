@@ -21,6 +21,11 @@ def losses(work: Path, name: str, *settings: str, world: int = 2) -> list[dict[s
     return [line for line in lines if line["kind"] == "train"]
 
 
+def selections(work: Path, name: str) -> list[list[int]]:
+    lines = [json.loads(line) for line in (work / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+    return [line["selected"] for line in lines if line["kind"] == "expert_load"]
+
+
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("modes")
@@ -65,6 +70,7 @@ def check_two_ranks_for_each_batch(found: list[dict[str, Any]], plain: list[dict
 def test_two_ranks_for_each_batch_have_the_losses_of_one(work: Path, plain: list[dict[str, Any]]) -> None:
     settings = ["model.tp_size=2", "model.ep_size=4", "xmoe.sequence_shard=false"]
     check_two_ranks_for_each_batch(losses(work, "whole", *settings, world=4), plain)
+    assert selections(work, "whole") == selections(work, "plain") != []
 
 
 def test_two_ranks_that_share_each_batch_have_the_losses_of_one_and_resume(
@@ -73,6 +79,7 @@ def test_two_ranks_that_share_each_batch_have_the_losses_of_one_and_resume(
     settings = ["model.tp_size=2", "model.ep_size=2", "xmoe.sequence_shard=true", "run.save_interval=2"]
     whole = losses(work, "saved", *settings, world=4)
     check_two_ranks_for_each_batch(whole, plain)
+    assert selections(work, "saved") == selections(work, "plain")
     shutil.rmtree(work / "runs/saved/checkpoints/step_00000004")
     overrides = [argument for setting in settings for argument in ("--set", setting)]
     command = ["train", "--config", "run.json", "--name", "saved", "--resume", *overrides]
