@@ -130,6 +130,7 @@ class RoutedMLP(nn.Module):
         """``[T, D]``: the routed experts' sum for each token of one chunk. Pauses while its rows are under way."""
         rows = yield from timed_run("dispatch", self.dispatcher.dispatch(x_TD, buffer, plan), x_TD.device)
         place = self._place if self.sequence_shard is None else self.sequence_shard.rank
+        place = place if prepared.weights is None else None  # what runs fused has no dropout
         with timed("experts", x_TD.device), own_dropout(self.experts, place, x_TD.device):
             homeward = self.dispatcher.combine(self.experts(rows, plan, prepared), buffer, plan)
         del rows  # on the way home nothing here holds them or their results: autograd does, where it needs them
