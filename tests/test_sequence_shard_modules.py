@@ -1,5 +1,7 @@
 """Modules of every kind on slices of tokens: those that checkpoint themselves, keep references, or drop out."""
 
+from contextlib import nullcontext
+
 import deepspeed
 import pytest
 import torch
@@ -269,6 +271,22 @@ def test_own_dropout_moves_the_generator_by_one_draw_where_there_is_dropout(modu
         if draws:
             torch.rand(17)
     assert torch.equal(torch.rand(1), expected)
+
+
+def test_own_dropout_of_a_device_gives_its_generator_back_as_it_was(monkeypatch):
+    on_device = torch.Generator().manual_seed(9)  # stands for the device's
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: on_device.get_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: on_device.set_state(state))
+    monkeypatch.setattr(torch.cuda, "manual_seed", on_device.manual_seed)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    before, masks = on_device.get_state(), []
+    for place in (0, 1):
+        torch.manual_seed(7)
+        for _ in range(2):
+            with own_dropout(nn.Dropout(0.5), place, torch.device("cuda", 0)):
+                masks.append(tuple(torch.rand(4, generator=on_device).tolist()))
+            assert torch.equal(on_device.get_state(), before)
+    assert len(set(masks)) == 4
 
 
 def test_own_dropout_gives_the_generator_back_after_an_error():
