@@ -122,16 +122,16 @@ class FakeWork:
 
 def test_on_devices_a_monitor_names_what_is_not_complete(monkeypatch, caplog):
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
-    monitor = collectives._Monitor()
+    monitor, stuck = collectives._Monitor(), FakeWork(done=False)
     with caplog.at_level(logging.ERROR):
-        monitor.watch(FakeWork(done=True), "layer 0: dispatch of rows", 0.2)
-        monitor.watch(FakeWork(done=False), "layer 1: combine of rows", 0.2)
+        monitor.watch(FakeWork(done=True), "layer 0: dispatch of rows", 0.2, torch.device("cpu"))
+        monitor.watch(stuck, "layer 1: combine of rows", 0.2, torch.device("cpu"))
         deadline = time.monotonic() + 30
         while not caplog.records and time.monotonic() < deadline:
             time.sleep(0.05)
     assert "rank 5 has waited 0.2 s in 'layer 1: combine of rows'" in caplog.text
     assert "layer 0" not in caplog.text
-    monitor._pending[0][0].done = True
+    stuck.done = True
 
 
 class LateWork:

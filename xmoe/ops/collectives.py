@@ -7,6 +7,7 @@ not block the host, a monitor thread logs the label of every collective that is 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -59,33 +60,95 @@ def carriers(group: dist.ProcessGroup, device: torch.device) -> tuple[str, str]:
     return backends.get(device.type, dist.get_backend(group)), name
 
 
+@dataclass(eq=False)
+class _Watched:
+    """One collective under watch. ``is_over`` asks the device whether it is complete; it never waits."""
+
+    label: str
+    timeout_s: float
+    is_over: Callable[[], bool]
+    since: float
+
+
 class _Monitor:
-    """Watches the collectives of devices; one daemon thread, started by the first of them."""
+    """Watches the collectives of devices; one daemon thread, started by the first of them.
+
+    Until a collective is finished, its work handle says whether it is complete. Finishing it only queues a wait: on
+    NCCL and RCCL ``work.wait()`` lets the current stream wait for the event at the collective's end and returns, so
+    that from then on, as the host sees it, the collective may still run or be stuck. The handle must go at that moment
+    all the same, because it refers to the collective's outputs: the rows received would outlive their use until the
+    next round. An event recorded behind the wait takes its place. It refers to no tensor, and is complete no sooner
+    than the collective.
+
+    A stream comes to its events in their order, so of those not complete only the first can be what holds it up.
+    Those behind it wait through no fault of theirs and are not reported.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pending: list[tuple[Any, str, float, float]] = []
+        self._lock = threading.Lock()  # never held while a device is asked: that can block when a device is stuck
+        self._begun: dict[_Watched, None] = {}
+        self._finished: dict[Any, list[_Watched]] = {}  # by stream, in the order of their events
         self._thread: threading.Thread | None = None
 
-    def watch(self, work: Any, label: str, timeout_s: float) -> None:
+    def watch(self, work: Any, label: str, timeout_s: float, device: torch.device) -> _Watched:
+        watched = _Watched(label=label, timeout_s=timeout_s, is_over=work.is_completed, since=time.monotonic())
         with self._lock:
-            self._pending.append((work, label, time.monotonic(), timeout_s))
+            self._begun[watched] = None
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="xmoe-collectives", daemon=True)
+                self._thread = threading.Thread(target=self._run, args=[device], name="xmoe-collectives", daemon=True)
                 self._thread.start()
+        return watched
 
-    def _run(self) -> None:
+    def follow_on_stream(self, watched: _Watched, device: torch.device) -> None:
+        """Lets go of the work handle. To be called behind its wait, in the thread and the stream that waited."""
+        if watched not in self._begun:  # found complete already
+            return
+        module = torch.get_device_module(device)
+        event, stream = module.Event(), module.current_stream(device)
+        event.record(stream)
+        watched.is_over = event.query
+        with self._lock:
+            if watched in self._begun:
+                del self._begun[watched]
+                self._finished.setdefault(stream, []).append(watched)
+
+    def forget(self, watched: _Watched) -> None:
+        with self._lock:
+            self._begun.pop(watched, None)
+
+    def _run(self, device: torch.device) -> None:
+        # A new thread is on device 0, where the first question would make a context: half a gigabyte for each rank.
+        torch.get_device_module(device).set_device(device)
         while True:
             time.sleep(1.0)
-            with self._lock:
-                pending, self._pending = self._pending, []
-            waiting = [entry for entry in pending if not entry[0].is_completed()]
-            for index, (work, label, since, timeout_s) in enumerate(waiting):
-                if time.monotonic() - since > timeout_s:
-                    logger.error(_stuck_message(label, timeout_s))
-                    waiting[index] = (work, label, time.monotonic(), timeout_s)
-            with self._lock:
-                self._pending += waiting
+            self._look()
+
+    def _look(self) -> None:
+        """One round. Handles that it holds meanwhile, and their tensors, are let go when it returns."""
+        with self._lock:
+            begun, streams = list(self._begun), {stream: list(queue) for stream, queue in self._finished.items()}
+        over = {watched for watched in begun if _is_done_with(watched)}
+        for queue in streams.values():
+            over.update(itertools.takewhile(_is_done_with, queue))
+        with self._lock:
+            for watched in over:
+                self._begun.pop(watched, None)
+            left = {stream: [w for w in queue if w not in over] for stream, queue in self._finished.items()}
+            self._finished = {stream: queue for stream, queue in left.items() if queue}
+
+
+def _is_done_with(watched: _Watched) -> bool:
+    """Whether there is nothing more to watch; reports a collective that is late."""
+    try:
+        if watched.is_over():
+            return True
+        if time.monotonic() - watched.since > watched.timeout_s:
+            logger.error(_stuck_message(watched.label, watched.timeout_s))
+            watched.since = time.monotonic()
+    except Exception as error:  # the device's own, or the process group is gone: the others must still be watched
+        logger.error("nothing more can be said of '%s': %s", watched.label, error)
+        return True
+    return False
 
 
 _MONITOR = _Monitor()
@@ -98,31 +161,50 @@ def _stuck_message(label: str, timeout_s: float) -> str:
     )
 
 
+def _failure_message(label: str, error: BaseException) -> str:
+    return f"rank {dist.get_rank()}: collective '{label}' failed: {error}"
+
+
 class Begun:
-    """A collective under way, watched from now on; ``work`` is its handle."""
+    """A collective under way, watched from now on; ``work`` is its handle, which is held until it is finished."""
 
     def __init__(self, work: Any, exchange: Exchange, device: torch.device) -> None:
         self._work, self._exchange, self._device = work, exchange, device
         self._since = time.monotonic()
+        self._watched: _Watched | None = None
         if device.type != "cpu":
-            _MONITOR.watch(work, exchange.title, exchange.timeout_s)
+            self._watched = _MONITOR.watch(work, exchange.title, exchange.timeout_s, device)
 
     def finish(self) -> None:
-        """Waits as the backend does. Raises RuntimeError with the label when it fails or outlasts its timeout."""
+        """Waits as the backend does, once. Raises RuntimeError with the label when it fails or outlasts its timeout."""
+        work, watched = self._work, self._watched
+        self._work = self._watched = None  # both refer to the outputs
         with timed_wait(self._device):
-            if self._device.type == "cpu":
-                _wait_on_host(self._work, self._exchange, since=self._since)
+            if watched is None:
+                _wait_on_host(work, self._exchange, since=self._since)
             else:
-                self._work.wait()
+                _wait_on_device(work, self._exchange, watched, self._device)
 
 
 def _wait_on_host(work: Any, exchange: Exchange, *, since: float) -> None:
     try:
         work.wait(timedelta(seconds=exchange.timeout_s))
     except RuntimeError as error:
-        if time.monotonic() - since >= exchange.timeout_s:
+        # A peer that died while this rank computed fails at once, after whatever time; every timeout says "timed out".
+        if time.monotonic() - since >= exchange.timeout_s and "timed out" in str(error).lower():
             raise RuntimeError(_stuck_message(exchange.title, exchange.timeout_s)) from error
-        raise RuntimeError(f"rank {dist.get_rank()}: collective '{exchange.title}' failed: {error}") from error
+        raise RuntimeError(_failure_message(exchange.title, error)) from error
+
+
+def _wait_on_device(work: Any, exchange: Exchange, watched: _Watched, device: torch.device) -> None:
+    try:
+        work.wait()
+    except BaseException as error:
+        _MONITOR.forget(watched)
+        if isinstance(error, RuntimeError):  # an aborted communicator, or TORCH_NCCL_BLOCKING_WAIT's timeout
+            raise RuntimeError(_failure_message(exchange.title, error)) from error
+        raise
+    _MONITOR.follow_on_stream(watched, device)
 
 
 def sum_over_ranks(values: Tensor, exchange: Exchange) -> Tensor:
