@@ -395,5 +395,4 @@ def test_many_processes_write_at_once_and_lose_nothing(folder: Path) -> None:
             found = tuning_cache.find(key_of(op=f"own{writer}", rows=turn))
             assert found is not None
             assert (found["blocks"]["BLOCK"], found["blocks"]["TURN"]) == (writer, turn)
-    assert len(list(folder.rglob("*.json"))) == 4 * 40 + 1
-    assert not list(folder.rglob("*.tmp"))
+    assert len([path for path in folder.rglob("*") if path.is_file()]) == 4 * 40 + 1  # none half written
