@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ds_nets import PLAIN, Net, config, engine_of, gather_whole, init_distributed, local_state, train, whole_state
 
 from xmoe.config import ConfigError
+from xmoe.groups import hosts_of_job
 from xmoe.integrations.deepspeed import initialize
 from xmoe.links import Link, write_links
 from xmoe.metrics import take_layer_loads
@@ -75,6 +76,7 @@ def chosen(files, hosts):
         net = Net(ep_size=4, k=4, **PLAIN)
         try:
             train(engine_of(net), range(2))
+            assert hosts_of_job() == list(hosts)  # by which "auto" counts the ranks of a node
             results.append([type(layer.deepspeed_moe.dispatcher).__name__ for layer in (net.a, net.b)])
         except ConfigError as error:
             results.append(str(error))
