@@ -1,5 +1,6 @@
 """Hierarchical dispatch over gloo ranks: payloads bit by bit, and layers against one process."""
 
+import functools
 import itertools
 
 import pytest
@@ -72,8 +73,11 @@ CASES = [  # experts a rank, experts a token, routing, tokens of each rank
 ]
 
 
-# Four ranks make one node, two, or nodes of one rank each; six make three nodes, or nodes with two to pass rows on to.
-@pytest.mark.parametrize(("world", "layouts", "guard"), [(4, [1, 2, 4], False), (4, [2], True), (6, [2, 3], False)])
+# Ranks make one node, several, or nodes of one rank each; six make three nodes, or nodes with two to pass rows on to.
+@pytest.mark.parametrize(
+    ("world", "layouts", "guard"),
+    [(2, [1, 2], False), (4, [1, 2, 4], False), (4, [2], True), (6, [2, 3], False), (8, [2, 4], False)],
+)
 def test_every_row_arrives_where_its_experts_are(world, layouts, guard):
     run_ranks(world, send_codes, layouts, guard)
 
@@ -82,12 +86,19 @@ def test_every_row_arrives_where_its_experts_are(world, layouts, guard):
 
 
 DROPS = {"drop_tokens": True, "drop_policy": "probs", "capacity_factor": 0.5, "min_capacity": 1}
-LAYERS = [  # experts, experts a token, inputs, kind of expert, options
-    (4, 1, "random", "fused", {}),
-    (8, 3, "skewed", "loop", {}),
-    (8, 4, "random", "fused", DROPS),
-    (16, 8, "skewed", "fused", {}),
+LAYERS = [  # experts a rank, at most so many experts a token, inputs, kind of expert, options
+    (1, 1, "random", "fused", {}),
+    (2, 3, "skewed", "loop", {}),
+    (2, 4, "random", "fused", DROPS),
+    (4, 8, "skewed", "fused", {}),
 ]
+
+
+def layer_of(index, *, rank=0, world=1, num_ranks=1):
+    """Layer ``index`` over ``num_ranks`` ranks, of which this has a share of ``1 / world``."""
+    per_rank, k, _, expert, options = LAYERS[index]
+    num_experts = per_rank * num_ranks
+    return make_layer(num_experts, min(k, num_experts), rank=rank, world=world, expert=expert, **options)
 
 
 def results_of(layer, rank, kind):
@@ -102,8 +113,8 @@ def train_layers(ranks_per_node):
     torch.use_deterministic_algorithms(True)
     rank, world = dist.get_rank(), dist.get_world_size()
     answers = {}
-    for levels, (index, (num_experts, k, kind, expert, options)) in itertools.product(LEVELS, enumerate(LAYERS)):
-        layer = make_layer(num_experts, k, rank=rank, world=world, expert=expert, **options)
+    for levels, (index, (_, _, kind, _, _)) in itertools.product(LEVELS, enumerate(LAYERS)):
+        layer = layer_of(index, rank=rank, world=world, num_ranks=world)
         layer.set_dispatcher(dispatcher_of(levels, ranks_per_node))
         answers[levels, index] = found = results_of(layer, rank, kind)
         layer.zero_grad()
@@ -113,20 +124,20 @@ def train_layers(ranks_per_node):
     return answers
 
 
-@pytest.fixture(scope="module")
-def whole_layers():
-    """Layers that hold every expert, and what they give for the tokens of each of four ranks."""
-    layers = [make_layer(num_experts, k, expert=expert, **options) for num_experts, k, _, expert, options in LAYERS]
+@functools.cache
+def whole_layers(num_ranks):
+    """Layers that hold every expert, and what they give for the tokens of each rank."""
+    layers = [layer_of(index, num_ranks=num_ranks) for index in range(len(LAYERS))]
     return [
-        (layer, [results_of(layer, rank, kind)[:4] for rank in range(4)])
+        (layer, [results_of(layer, rank, kind)[:4] for rank in range(num_ranks)])
         for layer, (_, _, kind, _, _) in zip(layers, LAYERS, strict=True)
     ]
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
-def test_layers_equal_one_process(whole_layers, ranks_per_node):
-    answers = run_ranks(4, train_layers, ranks_per_node)
-    for levels, (index, (layer, expected)) in itertools.product(LEVELS, enumerate(whole_layers)):
+@pytest.mark.parametrize(("world", "ranks_per_node"), [(2, 1), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4)])
+def test_layers_equal_one_process(world, ranks_per_node):
+    answers = run_ranks(world, train_layers, ranks_per_node)
+    for levels, (index, (layer, expected)) in itertools.product(LEVELS, enumerate(whole_layers(world))):
         found = [answer[levels, index] for answer in answers]
         for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
             what = f"{levels}, layer {index}, rank {rank}"
@@ -134,7 +145,7 @@ def test_layers_equal_one_process(whole_layers, ranks_per_node):
             assert torch.equal(ours[1], theirs[1])
             assert torch.equal(ours[2], theirs[2])
             assert_close(ours[3], theirs[3], what=f"input gradient of {what}")
-        per_rank = LAYERS[index][0] // 4
+        per_rank = LAYERS[index][0]
         for name, reference in layer.named_parameters():
             if name.startswith("experts"):
                 _, _, expert_id, rest = name.split(".", 3)
