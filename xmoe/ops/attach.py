@@ -30,8 +30,23 @@ def attach(result: Tensor, *inputs: Tensor) -> Tensor:
     return _Attach.apply(result, *inputs)
 
 
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(anchor)
+        return result.view_as(result)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # Reading what was kept is how a checkpoint begins to recompute, as it does on the ranks that need gradients:
+        # the recompute has exchanges of its own.
+        _ = ctx.saved_tensors
+        return None, None
+
+
 def join_backward(result: Tensor) -> Tensor:
     """``result``, as a part of the graph whatever it was computed from: its gradient is asked for, and ends here."""
     if result.requires_grad or not torch.is_grad_enabled():
         return result
-    return attach(result, torch.empty(0, requires_grad=True))
+    return _Join.apply(result, torch.empty(0, requires_grad=True))

@@ -19,9 +19,11 @@ from torch import nn
 
 from ...config import XMoEConfig, parse_section
 from ...groups import host_names, raise_together, same_everywhere
+from .alike import check_alike
 from .balance import balance_with_steps
 from .checkpoints import guard_checkpoints
 from .checks import (
+    check_frozen_experts,
     check_model,
     check_model_parameters,
     check_optimizer,
@@ -114,8 +116,8 @@ def initialize(
     same_everywhere({k: v for k, v in content.items() if k not in _PER_RANK}, "the DeepSpeed config")
     layers = _moe_layers(model)
     if not isinstance(model, PipelineModule):  # whose stages hold different layers
-        sizes = [(name, layer.num_experts, layer.ep_size) for name, layer in layers]
-        same_everywhere(sizes, "the model's list of MoE layers")
+        same_everywhere([name for name, _ in layers], "the model's list of MoE layers")
+    check_alike(layers)
     data_first = bool(content.get("use_data_before_expert_parallelism", False))
     assert dist.group.WORLD is not None
     host_names(dist.group.WORLD)  # while all ranks are here: "auto" asks how many share a node
@@ -157,8 +159,13 @@ def _kind(value: object) -> str:
 
 
 def _all_parameters(model: nn.Module, given: Any) -> list[Any]:
-    """What DeepSpeed shall optimize, in a list of its own: it refuses iterators, and None, for models with experts."""
-    return [p for p in model.parameters() if p.requires_grad] if given is None else list(given)
+    """What DeepSpeed shall optimize, in a list of its own: it refuses iterators, and None, for models with experts.
+
+    An empty list is refused too, by torch: a rank on which nothing trains gives what is frozen.
+    """
+    if given is not None:
+        return list(given)
+    return [p for p in model.parameters() if p.requires_grad] or list(model.parameters())
 
 
 def _configure(model: nn.Module, content: dict[str, Any], optimizer: Any, model_parameters: Any, mpu: Any) -> None:
@@ -171,6 +178,7 @@ def _configure(model: nn.Module, content: dict[str, Any], optimizer: Any, model_
         return
     stage = zero_stage(content)
     check_model(layers)
+    check_frozen_experts(layers, zero_stage=stage)
     check_pipeline(model, layers, zero_stage=stage)
     mpu = model.mpu() if isinstance(model, PipelineModule) else mpu
     check_tensor_parallelism(layers, mpu)

@@ -31,6 +31,7 @@ from ...ops.collectives import Exchange
 from ...ops.losses import carry_loss
 from ...router import RouterSettings, TopKRouter
 from ...types import Routing
+from .alike import agree_on_training
 from .dispatchers import dispatcher_of
 from .initial import InitialWeights
 from .sequence import shard_of
@@ -296,6 +297,11 @@ class MoE(native_layer.MoE):
         return self._configured
 
     @property
+    def settings(self) -> XMoEConfig:
+        """Of the JSON, as far as the layer has them yet, and of the constructor."""
+        return self._config
+
+    @property
     def shards_sequence(self) -> bool:
         """Whether ranks that share tokens compute a slice of them each, by the JSON or the constructor."""
         return self._config.sequence_shard
@@ -352,6 +358,8 @@ class MoE(native_layer.MoE):
             step=self._step,
         )
         dispatcher = dispatcher_of(self, config, exchange)
+        if dist.get_world_size(group) > 1:
+            agree_on_training(self.deepspeed_moe.experts, group)
         shares_tokens = bwc_tensor_model_parallel_world_size(groups.mpu) > 1 and not self.shards_sequence
         if shares_tokens and not self.enable_expert_tensor_parallelism:
             same_tokens = replace(exchange, group=bwc_tensor_model_parallel_group(groups.mpu))
