@@ -105,14 +105,19 @@ def test_a_layer_frozen_everywhere_has_no_backward():
     run_ranks(2, _frozen_everywhere)
 
 
+def _specialised_net(whole):
+    net = Net(ep_size=2, collective_timeout_s=20.0, **PLAIN)
+    net.load_state_dict(local_state(whole, net))
+    net.first.requires_grad_(False)
+    train_only([net.a, net.b], expert=CHOSEN if dist.get_rank() == 0 else None)
+    return net
+
+
 def _engine():
     logger.setLevel("ERROR")
     init_distributed()
     rank, whole = dist.get_rank(), whole_state()
-    net = Net(ep_size=2, collective_timeout_s=20.0, **PLAIN)
-    net.load_state_dict(local_state(whole, net))
-    net.first.requires_grad_(False)
-    train_only([net.a, net.b], expert=CHOSEN if rank == 0 else None)
+    net = _specialised_net(whole)
     with pytest.raises(ValueError, match="all experts of rank 1 are frozen, which ZeRO 1 does not take"):
         initialize(model=net, config=config(stage=1, kind="SGD", lr=0.1))
     engine = initialize(model=net, config=config(kind="SGD", lr=0.1))[0]
@@ -133,6 +138,12 @@ def _engine():
             assert not torch.equal(parameter, before[name])
         else:
             assert torch.equal(parameter, before[name]), name
+
+    # Under bf16 the ranks also ask each other whether a gradient of an expert overflowed.
+    engine = initialize(model=_specialised_net(whole), config=config(kind="SGD", lr=0.1, bf16=True))[0]
+    engine.backward(engine(*batch(0, dtype=torch.bfloat16)))
+    engine.step()
+    assert engine.get_global_grad_norm() == pytest.approx(float(norm), rel=2e-2)
 
 
 def test_under_the_engine_experts_of_one_rank_train():

@@ -1,7 +1,8 @@
 """Gradient norm and clipping where DeepSpeed 0.19.8 gets them wrong for expert-parallel models.
 
     fp32, ZeRO 0              no global norm; clips each rank by the mean of the ranks' norms
-    bf16 or fp16, ZeRO 0      FP16_UnfusedOptimizer leaves the experts out of the norm and of the clipping factor
+    bf16 or fp16, ZeRO 0      FP16_UnfusedOptimizer leaves the experts out of the norm and of the clipping factor, and
+                              ranks with trainable experts wait for those that have none
     ZeRO 1 and 2              right, but with tensor parallelism experts count on its first rank only, and in a
                               pipeline stages with another number of parameter groups wait for each other forever
 
@@ -184,3 +185,5 @@ def _mend_unfused(optimizer: Any, mpu: Any) -> None:
         return unscale_and_clip(scaled_norm, apply_scale)
 
     optimizer.unscale_and_clip_grads = with_true_norm
+    # It asks the expert-parallel group whether a gradient overflowed: a rank whose experts are all frozen must, too.
+    optimizer.overflow_checker.has_moe_params = True
