@@ -13,15 +13,14 @@ from xmoe.kernels import reference, triton_kernels
 from xmoe.kernels.launch import counting
 from xmoe.kernels.reference import ExpertWeights, WantedGradients
 
-SIDES = {"twin": reference, "kernels": triton_kernels}
-KINDS: dict[str, tuple[bool, set[str]]] = {
-    "rows only": (True, set()),
-    "experts only": (False, set(FIELDS)),
-    "rows, down": (True, {"down"}),
-    "up, gate's bias": (False, {"up", "gate_bias"}),
-    "biases": (True, {"up_bias", "down_bias", "gate_bias"}),
-    "gate": (False, {"gate"}),
-}
+WANTED: list[tuple[bool, set[str]]] = [
+    (True, set()),
+    (False, set(FIELDS)),
+    (True, {"down"}),
+    (False, {"up", "gate_bias"}),
+    (True, {"up_bias", "down_bias", "gate_bias"}),
+    (False, {"gate"}),
+]
 
 
 def backward(side: Any, p: Problem, wanted: WantedGradients | None) -> tuple[Tensor | None, Tensor, ExpertWeights]:
@@ -34,19 +33,7 @@ def backward(side: Any, p: Problem, wanted: WantedGradients | None) -> tuple[Ten
     return side.expert_mlp_backward(p.upstream, x, *p.plan, **given, up_MF=up, gate_MF=gate, wanted=wanted)
 
 
-SOME = [("kernels", kinds, "swiglu") for kinds in ("rows only", "up, gate's bias", "biases")]
-
-
-@pytest.mark.parametrize(
-    ("side", "kinds", "activation"), [*(("twin", kinds, a) for kinds in KINDS for a in ("swiglu", "gelu")), *SOME]
-)
-def test_what_is_wanted_is_the_same_and_the_rest_is_missing(side: str, kinds: str, activation: str):
-    p = problem(*CASES["k=2, drops, an expert without rows"](), activation=activation, biased=True)
-    rows, chosen = KINDS[kinds]
-    chosen = {field for field in chosen if getattr(p.experts, field)}
-    every = backward(SIDES[side], p, None)
-    with counting() as launches:
-        found = backward(SIDES[side], p, WantedGradients(rows=rows, kinds=frozenset(chosen)))
+def check(found: Any, every: Any, *, rows: bool, chosen: set[str]) -> None:
     assert torch.equal(found[1], every[1])
     assert (found[0] is not None) == rows
     if rows:
@@ -56,6 +43,25 @@ def test_what_is_wanted_is_the_same_and_the_rest_is_missing(side: str, kinds: st
         assert len(got) == (len(expected) if field in chosen else 0), field
         for one, other in zip(got, expected, strict=False):
             assert torch.equal(one, other), field
-    if side == "kernels":
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_the_twin_computes_what_is_wanted(activation: str):
+    p = problem(*CASES["k=2, drops, an expert without rows"](), activation=activation, biased=True)
+    every = backward(reference, p, None)
+    for rows, kinds in WANTED:
+        chosen = {field for field in kinds if getattr(p.experts, field)}
+        found = backward(reference, p, WantedGradients(rows=rows, kinds=frozenset(chosen)))
+        check(found, every, rows=rows, chosen=chosen)
+
+
+def test_the_kernels_compute_what_is_wanted():
+    p = problem(*CASES["k=E"](), biased=True, sizes=(5, 6))
+    every = backward(triton_kernels, p, None)
+    for rows, chosen in [(True, set()), (False, {"up", "down", "gate_bias"}), (True, {"gate", "down_bias"})]:
+        with counting() as launches:
+            found = backward(triton_kernels, p, WantedGradients(rows=rows, kinds=frozenset(chosen)))
+        check(found, every, rows=rows, chosen=chosen)
         assert launches["grouped_wgrad"] == len(chosen & {"up", "gate", "down"})
         assert launches["grouped_dgrad"] == rows
+        assert launches["segment_sums"] == len(chosen & {"up_bias", "gate_bias", "down_bias"})
