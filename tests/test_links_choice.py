@@ -151,7 +151,7 @@ def ranks_that_choose() -> tuple[str, list[int], str]:
         return find(hosts, setting, needed=needed)
 
     auto.find_links = find_links
-    os.environ.pop("XMOE_CACHE_DIR")
+    os.environ.pop("XMOE_CACHE_DIR", None)
     Path.home = staticmethod(no_home)
     nodes = (0, 0)
     homeless = choose(nodes, group)

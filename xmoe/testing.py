@@ -204,7 +204,7 @@ def _rank_main(
     try:
         store = dist.FileStore(os.path.join(folder, "store"), world_size)
         if init:
-            limit = timedelta(seconds=timeout_s)
+            limit = timedelta(seconds=timeout_s + 60)  # after the job's own, which reports every rank's stack
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
         answer = (True, pickle.dumps(load_function(*source)(*pickle.loads(arguments))))
     except BaseException as error:

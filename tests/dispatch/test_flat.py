@@ -206,7 +206,7 @@ def test_drops_and_counters():
     for policy in ("probs", "position"):
         routed, computed, moved_bytes = zip(*[answer[policy] for answer in answers], strict=True)
         assert sum(routed) == sum(computed) < 2 * sum(UNEVEN)
-        assert moved_bytes[2] == 0  # no token, no traffic of its own
+        assert moved_bytes[2] > 0  # no token of its own, but results of others' tokens
 
 
 # One count exchange, one sync, one order

@@ -143,6 +143,10 @@ def check(size, cases, kind=Net):
             assert_close(found[2][key], value, what=f"{case} {key}")
 
 
+def check_sequence_parallel(size, cases):
+    check(size, cases, SequenceParallelNet)
+
+
 @pytest.mark.parametrize(
     ("size", "cases"),
     [
@@ -172,7 +176,7 @@ def test_equals_the_unsharded_layers(size, cases):
     ids=["pairs", "four ranks"],
 )
 def test_input_that_megatron_has_cut_is_not_cut_again(size, cases):
-    run_ranks(4, check, size, cases, SequenceParallelNet, timeout_s=120)
+    run_ranks(4, check_sequence_parallel, size, cases, timeout_s=120)
 
 
 class Ulysses:
