@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xmoe.experts import Prepared
 from xmoe.ops.clock import timed_backward
+from xmoe.ops.expert_mlp import GradientSums
 from xmoe.types import ExpertPlan, Rows
 
 FORWARD_SHARE = 1 / 3  # backward has two matrix products for each of forward
@@ -41,10 +43,11 @@ class EmulatedExperts(nn.Module):
         super().__init__()
         self.us_per_row = us_per_row
 
-    def prepare(self, device_type: str, **options: Any) -> None:
-        """Nothing: there are no weights."""
+    def prepare(self, device_type: str, **options: Any) -> Prepared:
+        """Of nothing: there are no weights."""
+        return Prepared(weights=None, dtype=None, sums=GradientSums(1))
 
-    def forward(self, rows: Rows, plan: ExpertPlan, prepared: None = None) -> Tensor:
+    def forward(self, rows: Rows, plan: ExpertPlan, prepared: Prepared | None = None) -> Tensor:
         factors_R = rows.weights_M.new_zeros(rows.x_RD.shape[0]).index_add(0, plan.row_ids_M, rows.weights_M)
         return _Asleep.apply(rows.x_RD * factors_R[:, None], plan.num_computed * self.us_per_row * 1e-6)
 

@@ -167,7 +167,7 @@ ON_ONE_RANK = {
         {"num_experts": 8},
         {},
         {},
-        ["MoE layers differs between ranks", "must be given the same"],
+        ["num_experts=4 on rank 0 and num_experts=8 on rank 2", "same settings"],
     ),
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -129,12 +130,15 @@ class RoutedMLP(nn.Module):
     ) -> Pausing[Tensor]:
         """``[T, D]``: the routed experts' sum for each token of one chunk. Pauses while its rows are under way."""
         rows = yield from timed_run("dispatch", self.dispatcher.dispatch(x_TD, buffer, plan), x_TD.device)
-        place = self._place if self.sequence_shard is None else self.sequence_shard.rank
-        place = place if prepared.weights is None else None  # what runs fused has no dropout
-        with timed("experts", x_TD.device), own_dropout(self.experts, place, x_TD.device):
+        with timed("experts", x_TD.device), self._own_dropout(prepared, x_TD.device):
             homeward = self.dispatcher.combine(self.experts(rows, plan, prepared), buffer, plan)
         del rows  # on the way home nothing here holds them or their results: autograd does, where it needs them
         return (yield from timed_run("combine", homeward, x_TD.device))
+
+    def _own_dropout(self, prepared: Prepared, device: torch.device) -> AbstractContextManager[None]:
+        """Where other ranks have the same tokens, experts draw from a stream by rank. Fused ones draw nothing."""
+        place = self._place if self.sequence_shard is None else self.sequence_shard.rank
+        return own_dropout(self.experts, place if prepared.weights is None else None, device)
 
     def _split(self, hidden_states: Tensor, num_sequences: int) -> TokenSplit:
         if self.sequence_shard is None:
@@ -188,7 +192,8 @@ def _row_bytes(x_TD: Tensor, out_TD: Tensor) -> tuple[int, int]:
     has nothing to do where ``x_TD`` has no gradient. Results have their own dtype, under autocast another than x.
     """
     x_bytes, out_bytes = (row.shape[1] * row.element_size() for row in (x_TD, out_TD))
+    recomputed = not torch.is_grad_enabled()  # a checkpoint's first run, which leaves gradients to the second
     return (
-        x_bytes + (out_bytes if out_TD.requires_grad else 0),
-        out_bytes + (x_bytes if x_TD.requires_grad else 0),
+        x_bytes + (out_bytes if recomputed or out_TD.requires_grad else 0),
+        out_bytes + (x_bytes if recomputed or x_TD.requires_grad else 0),
     )

@@ -129,16 +129,21 @@ def _is_summed(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "sequence_parallel", False))
 
 
+# Nodes of torch's, DeepSpeed's and Megatron's reentrant checkpoints.
+_REENTRANT = ("CheckpointFunctionBackward", "CheckpointWithoutOutputFunctionBackward")
+
+
 def _refuse_bypass(module: nn.Module, result: Any, ends: Sequence[Tensor], *, label: str, has_sums: bool) -> None:
     """Raises ValueError where backward would go past ``ends``, which are the module's inputs and summed parameters.
 
     A checkpoint whose recompute runs in backward takes the module's parameters as they are then, not as they were
-    swapped in. The graph, and so the error, is alike on all ranks, those without tokens too.
+    swapped in. The graph, and so the error, is alike on all ranks, those without tokens too, unless the module itself
+    does otherwise with no tokens.
     """
     results = [part for part in (result if isinstance(result, tuple) else (result,)) if isinstance(part, Tensor)]
     for node in nodes_between(results, ends):
         what = f"layer '{label}': {type(module).__name__} is computed on a slice of the tokens, and "
-        if has_sums and "checkpoint" in node.name().lower():
+        if has_sums and node.name() in _REENTRANT:
             raise ValueError(
                 f"{what}its checkpoint ({node.name().removesuffix('Backward')}) runs again inside of backward, where "
                 "gradients would not be summed over the slices: give that checkpoint use_reentrant=False, or "

@@ -1,5 +1,6 @@
 """What a layer says of its traffic and its time, against what it really sends and where it really waits."""
 
+import functools
 import time
 import weakref
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hierarchical_layers import HIDDEN, dispatcher_of, inputs_of, make_layer
+from torch.utils.checkpoint import checkpoint
 
 from xmoe.experts import Experts
 from xmoe.ops import clock, relay
@@ -63,6 +65,29 @@ def test_bytes_counted_are_bytes_sent():
     assert len({tuple(found[0][0]) for found in answers}) > 1, (
         "all ranks send alike: the test would not see whose bytes"
     )
+
+
+def counted_by_ways():
+    """What a layer counts of the same batch: plain, and within each kind of checkpoint."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layer = make_layer(8, 3, rank=rank, world=world)
+    layer.set_dispatcher(dispatcher_of("flat", 1))
+    ways = [lambda run, x: run(x)]
+    ways += [functools.partial(checkpoint, use_reentrant=reentrant) for reentrant in (False, True)]
+    found = []
+    for way in ways:
+        x, upstream = inputs_of(rank, 7)
+        (way(lambda x: layer(torch.tanh(x))[0], x) * upstream).sum().backward()
+        counters = layer.take_counters()
+        found.append((counters.all_to_all_bytes, counters.to_self_bytes))
+    return found
+
+
+def test_checkpoints_count_what_a_plain_step_sends():
+    """Also where the only run that is counted records no graph."""
+    for plain, *others in run_ranks(2, counted_by_ways):
+        assert min(plain) > 0
+        assert others == [plain, plain]
 
 
 def held_on_the_way_home(num_chunks):

@@ -118,8 +118,6 @@ def _engine():
     init_distributed()
     rank, whole = dist.get_rank(), whole_state()
     net = _specialised_net(whole)
-    with pytest.raises(ValueError, match="all experts of rank 1 are frozen, which ZeRO 1 does not take"):
-        initialize(model=net, config=config(stage=1, kind="SGD", lr=0.1))
     engine = initialize(model=net, config=config(kind="SGD", lr=0.1))[0]
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     engine.backward(engine(*batch(0)))
@@ -148,3 +146,50 @@ def _engine():
 
 def test_under_the_engine_experts_of_one_rank_train():
     run_ranks(2, _engine)
+
+
+def _refused():
+    """On every rank alike, where experts of rank 1 are frozen and DeepSpeed's optimizer takes no such ranks."""
+    logger.setLevel("ERROR")
+    init_distributed()
+    fused = {"type": "Adam", "params": {"lr": 0.1}}
+    cases = [
+        ((2, 2), ["a", "b"], config(stage=1, kind="SGD"), "ZeRO 1"),
+        ((1, 2), ["b"], config(stage=2, kind="SGD"), "ZeRO 2"),
+        ((2, 2), ["a", "b"], config(bf16=True, optimizer=fused), "the optimizer 'Adam' in 16 bits"),
+        (
+            (2, 2),
+            ["a", "b"],
+            config(bf16=True, kind="SGD", data_types={"grad_accum_dtype": "fp32"}),
+            "data_types.grad_accum_dtype in 16 bits",
+        ),
+    ]
+    for ep_size, frozen, ds, what in cases:
+        net = Net(ep_size=ep_size, collective_timeout_s=20.0, **PLAIN)
+        if dist.get_rank() == 1:
+            train_only([getattr(net, name) for name in frozen], expert=None)
+        message = f"all experts of rank 1 in layers of ep_size 2 are frozen, which {what} does not take"
+        with pytest.raises(ValueError, match=message):
+            initialize(model=net, model_parameters=[p for p in net.parameters() if p.requires_grad], config=ds)
+
+
+def test_ranks_that_differ_are_refused_where_deepspeed_takes_none():
+    run_ranks(2, _refused)
+
+
+def _nothing_trains_here():
+    """The usual choice of parameters is empty on rank 1."""
+    logger.setLevel("ERROR")
+    init_distributed()
+    net = _specialised_net(whole_state())
+    chosen = [p for p in net.parameters() if p.requires_grad]
+    assert bool(chosen) == (dist.get_rank() == 0)
+    engine = initialize(model=net, model_parameters=chosen, config=config(kind="SGD", lr=0.1))[0]
+    engine.backward(engine(*batch(0)))
+    engine.step()
+    return engine.get_global_grad_norm()
+
+
+def test_a_rank_may_have_nothing_to_train():
+    one, other = run_ranks(2, _nothing_trains_here)
+    assert one == other > 0

@@ -133,13 +133,30 @@ def test_a_collective_that_hangs_on_the_device_is_reported_though_the_host_waite
     for _ in range(3):  # once for each timeout that goes by, not in each round
         now[0] += 3.0
         monitor._look()
-    assert reported(caplog) == ["second", "third"]
+    assert sorted(reported(caplog)) == ["second", "third"]
     device.done.update(computing=2, another=1)
     now[0] += 100.0
     monitor._look()
     assert reported(caplog) == []
     assert not monitor._begun
     assert not monitor._finished
+
+
+def test_the_time_of_one_begins_when_the_one_before_it_is_over(
+    device: Device, monitor: collectives._Monitor, now: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    begin(Work(), "slow").finish()
+    begin(Work(), "next").finish()
+    now[0] += 5.0
+    monitor._look()
+    assert reported(caplog) == ["slow"]
+    device.done["computing"] = 1
+    monitor._look()
+    monitor._look()
+    assert reported(caplog) == [], "it has only now begun to run"
+    now[0] += 5.0
+    monitor._look()
+    assert reported(caplog) == ["next"]
 
 
 def test_those_behind_the_one_that_hangs_are_not_reported(

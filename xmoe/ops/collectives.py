@@ -129,7 +129,12 @@ class _Monitor:
             begun, streams = list(self._begun), {stream: list(queue) for stream, queue in self._finished.items()}
         over = {watched for watched in begun if _is_done_with(watched)}
         for queue in streams.values():
-            over.update(itertools.takewhile(_is_done_with, queue))
+            for watched, following in itertools.zip_longest(queue, queue[1:]):
+                if not _is_done_with(watched):
+                    break
+                over.add(watched)
+                if following is not None:
+                    following.since = time.monotonic()  # it was held up by this one until now
         with self._lock:
             for watched in over:
                 self._begun.pop(watched, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from ...config import XMoEConfig
@@ -79,6 +80,55 @@ def agree_on_training(experts: Experts, group: dist.ProcessGroup) -> None:
     """
     trains = any(parameter.requires_grad for parameter in experts.parameters())
     experts.trains_somewhere = any(_everywhere(trains, group))
+
+
+def check_who_trains(
+    layers: list[tuple[str, MoE]], content: dict[str, Any], optimizer: Any, *, zero_stage: int, pipeline: bool
+) -> None:
+    """Whether DeepSpeed's optimizer takes ranks without a trainable expert in a group where others have some.
+
+    ZeRO keeps partitions, and BF16_Optimizer and the wrapper of fused optimizers make sums, for each group of experts
+    that a rank trains: ranks that differ would wait for each other. A collective of all ranks. Raises ValueError, on
+    every rank the same.
+    """
+    reason, instead = f"ZeRO {zero_stage}", "use zero_optimization.stage 0"
+    if zero_stage == 0:
+        reason, instead = _needs_all_groups(content, optimizer, pipeline=pipeline)
+    own = {layer.expert_group_name: False for _, layer in layers}
+    for _, layer in layers:
+        own[layer.expert_group_name] |= any(p.requires_grad for p in layer.deepspeed_moe.experts.parameters())
+    of_rank = _everywhere(own) if dist.is_initialized() else [own]
+    if not reason:
+        return
+    train = {name for found in of_rank for name, trains in found.items() if trains}
+    for rank, found in enumerate(of_rank):
+        frozen = sorted(name for name, trains in found.items() if not trains and (name in train or not train))
+        if frozen and (train or zero_stage):
+            sizes = ", ".join(name.removeprefix("ep_size_") for name in frozen)
+            raise ValueError(
+                f"all experts of rank {rank} in layers of ep_size {sizes} are frozen, which {reason} does not take: "
+                f"{instead}, or let an expert of every rank train"
+            )
+
+
+def _needs_all_groups(content: dict[str, Any], optimizer: Any, *, pipeline: bool) -> tuple[str, str]:
+    """What without ZeRO takes only ranks that train alike, "" where nothing does; and what to use in its place."""
+    if not any(content.get(name, {}).get("enabled") for name in ("bf16", "bfloat16", "fp16")):
+        return "", ""
+    if pipeline:
+        return "a pipeline in 16 bits", "use fp32"
+    if content.get("data_types", {}).get("grad_accum_dtype") is not None:
+        return "data_types.grad_accum_dtype in 16 bits", "leave it out"
+    if optimizer is None:
+        described = content.get("optimizer", {})
+        name, of_torch = str(described.get("type", "")), described.get("params", {}).get("torch_adam", False)
+        fused = name.lower() != "sgd" and not (name.lower() in ("adam", "adamw") and of_torch)
+    else:
+        name = getattr(optimizer, "__name__", type(optimizer).__name__)
+        fused = not isinstance(optimizer, torch.optim.Optimizer) or "fused" in name.lower()
+    if not fused:
+        return "", ""
+    return f"the optimizer {name!r} in 16 bits", "use SGD, or Adam with optimizer.params.torch_adam"
 
 
 def _everywhere(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

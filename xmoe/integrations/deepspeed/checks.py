@@ -117,20 +117,6 @@ def check_model(layers: list[tuple[str, MoE]]) -> None:
                 )
 
 
-def check_frozen_experts(layers: list[tuple[str, MoE]], *, zero_stage: int) -> None:
-    """DeepSpeed's ZeRO takes no group without a trainable parameter, nor a model with experts and no group of them.
-
-    Of one rank's layers. Raises ValueError.
-    """
-    if zero_stage == 0 or any(is_moe_param(p) and p.requires_grad for _, layer in layers for p in layer.parameters()):
-        return
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    raise ValueError(
-        f"all experts of rank {rank} are frozen, which ZeRO {zero_stage} does not take: use zero_optimization.stage 0, "
-        "or let an expert of every rank train"
-    )
-
-
 def check_tensor_parallelism(layers: list[tuple[str, MoE]], mpu: Any) -> None:
     """Whether experts are split is DeepSpeed's one choice for a whole model. Raises ValueError."""
     size = bwc_tensor_model_parallel_world_size(mpu)

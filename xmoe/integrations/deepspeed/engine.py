@@ -19,11 +19,10 @@ from torch import nn
 
 from ...config import XMoEConfig, parse_section
 from ...groups import host_names, raise_together, same_everywhere
-from .alike import check_alike
+from .alike import check_alike, check_who_trains
 from .balance import balance_with_steps
 from .checkpoints import guard_checkpoints
 from .checks import (
-    check_frozen_experts,
     check_model,
     check_model_parameters,
     check_optimizer,
@@ -118,6 +117,8 @@ def initialize(
     if not isinstance(model, PipelineModule):  # whose stages hold different layers
         same_everywhere([name for name, _ in layers], "the model's list of MoE layers")
     check_alike(layers)
+    pipeline = isinstance(model, PipelineModule)
+    check_who_trains(layers, content, optimizer, zero_stage=zero_stage(content), pipeline=pipeline)
     data_first = bool(content.get("use_data_before_expert_parallelism", False))
     assert dist.group.WORLD is not None
     host_names(dist.group.WORLD)  # while all ranks are here: "auto" asks how many share a node
@@ -163,9 +164,8 @@ def _all_parameters(model: nn.Module, given: Any) -> list[Any]:
 
     An empty list is refused too, by torch: a rank on which nothing trains gives what is frozen.
     """
-    if given is not None:
-        return list(given)
-    return [p for p in model.parameters() if p.requires_grad] or list(model.parameters())
+    chosen = [] if given is None else list(given)
+    return chosen or [p for p in model.parameters() if p.requires_grad] or list(model.parameters())
 
 
 def _configure(model: nn.Module, content: dict[str, Any], optimizer: Any, model_parameters: Any, mpu: Any) -> None:
@@ -178,7 +178,6 @@ def _configure(model: nn.Module, content: dict[str, Any], optimizer: Any, model_
         return
     stage = zero_stage(content)
     check_model(layers)
-    check_frozen_experts(layers, zero_stage=stage)
     check_pipeline(model, layers, zero_stage=stage)
     mpu = model.mpu() if isinstance(model, PipelineModule) else mpu
     check_tensor_parallelism(layers, mpu)
