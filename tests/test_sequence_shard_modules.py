@@ -91,6 +91,28 @@ class KeepsReferences(Recomputed):
         return torch.tanh(x @ up.T) @ down.T
 
 
+class _CheckpointedTanh(torch.autograd.Function):
+    """A checkpoint by name only: it computes again, and asks for no gradient by itself."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (1 - torch.tanh(x).square())
+
+
+class NamedAlike(Recomputed):
+    def __init__(self):
+        super().__init__(directly)
+
+    def compute(self, x):
+        return self.down(_CheckpointedTanh.apply(self.up(x)))
+
+
 class TiedOutside(Recomputed):
     """Uses a parameter of a module that is no part of it."""
 
@@ -126,6 +148,18 @@ def _checkpoints_that_work(num_tokens):
 @pytest.mark.dist
 def test_checkpoints_of_the_layer_and_non_reentrant_ones_inside_give_the_whole_layers_gradients():
     run_ranks(WORLD, _checkpoints_that_work, 5)
+
+
+def _named_alike():
+    expected = gradients(make_layer("whole", shared=NamedAlike()), tokens(5), around=directly)
+    found = gradients(make_layer("shard", shared=NamedAlike()), tokens(5), around=directly)
+    for gradient, other in zip(found, expected, strict=True):
+        assert_close(gradient, other)
+
+
+@pytest.mark.dist
+def test_a_function_that_only_sounds_like_a_checkpoint_is_taken():
+    run_ranks(WORLD, _named_alike)
 
 
 def _refused(make_shared, message):

@@ -1,8 +1,10 @@
 """Layers under hierarchical dispatch, the same on every rank but for their experts."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from xmoe.dispatch.make import make_dispatcher
 from xmoe.experts import Experts
@@ -66,3 +68,36 @@ def inputs_of(rank, tokens, kind="random"):
     if kind == "skewed":
         x = 0.2 * x + torch.linspace(-1, 1, HIDDEN, dtype=torch.float64)
     return x.requires_grad_(), torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64)
+
+
+def checkpoint_ways():
+    """Ways to call a function of one tensor, by name: at first without a checkpoint."""
+    from deepspeed import checkpointing
+
+    return {
+        "plain": lambda function, x: function(x),
+        "torch reentrant": lambda function, x: checkpoint(function, x, use_reentrant=True),
+        "torch non-reentrant": lambda function, x: checkpoint(function, x, use_reentrant=False),
+        "DeepSpeed": checkpointing.checkpoint,
+        "DeepSpeed non-reentrant": checkpointing.non_reentrant_checkpoint,
+    }
+
+
+def gradients_by(way, layer, batches):
+    """Gradients of batches in flight at once, each through the layer by ``way``; and how often integers were sent."""
+    integers, all_to_all = [], dist.all_to_all_single
+
+    def recorded(output, input, *splits, **options):
+        integers.append(not input.is_floating_point())
+        return all_to_all(output, input, *splits, **options)
+
+    torch.manual_seed(dist.get_rank())
+    losses = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", recorded)
+        for x, upstream in batches:
+            y, aux, _ = way(lambda x: layer(torch.tanh(x)), x)
+            losses.append((y * upstream).sum() + aux)
+        for loss in reversed(losses):
+            loss.backward()
+    return [x.grad for x, _ in batches] + [p.grad for p in layer.parameters()], sum(integers)

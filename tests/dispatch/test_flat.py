@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from hierarchical_layers import HIDDEN, make_layer
+from hierarchical_layers import HIDDEN, checkpoint_ways, gradients_by, make_layer
 from hierarchy import routing_of
 
 from xmoe.dispatch.flat import FlatDispatcher
@@ -251,45 +251,21 @@ def test_one_count_exchange_one_sync_and_one_order_of_collectives():
 
 
 def checkpointed(way):
-    """Gradients of two batches in flight, each through the layer by ``way``; counts are sent once."""
+    """Gradients of two batches; counts are sent once for each."""
     rank = dist.get_rank()
     noise = {"sample_second_expert": True, "drop_tokens": True, "capacity_factor": 0.6, "min_capacity": 1}
     layer = make_layer(8, 2, rank=rank, world=4, input_jitter=0.2, **noise)
     layer.set_dispatcher(FlatDispatcher(exchange()))
-    counted = []
-    all_to_all = dist.all_to_all_single
-
-    def recorded(output, input, *splits, **options):
-        counted.append(input.dtype == torch.int64)
-        return all_to_all(output, input, *splits, **options)
-
-    torch.manual_seed(rank)
-    xs, losses = [], []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_to_all_single", recorded)
-        for index, tokens in enumerate((UNEVEN[rank], UNEVEN[-1 - rank])):
-            x, upstream = inputs_of(rank + 10 * index, tokens)
-            y, aux, _ = way(lambda x: layer(torch.tanh(x)), x)
-            xs.append(x)
-            losses.append((y * upstream).sum() + aux)
-        for loss in reversed(losses):
-            loss.backward()
-    assert sum(counted) == 2
-    assert int(layer.gate.step_counts.sum()) == 2 * sum(len(x) for x in xs)
-    return [x.grad for x in xs] + [p.grad for p in layer.parameters()]
+    batches = [inputs_of(rank, UNEVEN[rank]), inputs_of(rank + 10, UNEVEN[-1 - rank])]
+    gradients, num_integers = gradients_by(way, layer, batches)
+    assert num_integers == 2
+    assert int(layer.gate.step_counts.sum()) == 2 * sum(len(x) for x, _ in batches)
+    return gradients
 
 
 def checkpoint_by_all_ways():
-    from deepspeed import checkpointing
-    from torch.utils.checkpoint import checkpoint
-
-    expected = checkpointed(lambda function, x: function(x))
-    ways = {
-        "torch reentrant": lambda function, x: checkpoint(function, x, use_reentrant=True),
-        "torch non-reentrant": lambda function, x: checkpoint(function, x, use_reentrant=False),
-        "DeepSpeed": checkpointing.checkpoint,
-        "DeepSpeed non-reentrant": checkpointing.non_reentrant_checkpoint,
-    }
+    ways = checkpoint_ways()
+    expected = checkpointed(ways.pop("plain"))
     for name, way in ways.items():
         for found, wanted in zip(checkpointed(way), expected, strict=True):
             assert_close(found, wanted, what=name)

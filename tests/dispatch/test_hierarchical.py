@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from hierarchical_layers import UNEVEN, dispatcher_of, inputs_of, make_layer
+from hierarchical_layers import UNEVEN, checkpoint_ways, dispatcher_of, gradients_by, inputs_of, make_layer
 from hierarchy import LEVELS, routing_of, wanted_assignments, wanted_rows
 
 from xmoe.dispatch.tensor_parallel import SharedTokens
@@ -160,42 +160,19 @@ def test_layers_equal_one_process(world, ranks_per_node):
 
 
 def checkpointed(way, levels):
-    """Gradients of two batches in flight, each through the layer by ``way``; counts and references are sent once."""
+    """Gradients of two batches; counts and references are sent once for each."""
     rank = dist.get_rank()
     layer = make_layer(8, 3, rank=rank, world=4, input_jitter=0.2)
     layer.set_dispatcher(dispatcher_of(levels, 2))
-    integers = []
-    all_to_all = dist.all_to_all_single
-
-    def recorded(output, input, *splits, **options):
-        integers.append(not input.is_floating_point())
-        return all_to_all(output, input, *splits, **options)
-
-    torch.manual_seed(rank)
-    xs, losses = [], []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_to_all_single", recorded)
-        for index, tokens in enumerate((UNEVEN[rank], UNEVEN[-1 - rank])):
-            x, upstream = inputs_of(rank + 10 * index, tokens)
-            y, aux, _ = way(lambda x: layer(torch.tanh(x)), x)
-            xs.append(x)
-            losses.append((y * upstream).sum() + aux)
-        for loss in reversed(losses):
-            loss.backward()
-    assert sum(integers) == 4
-    return [x.grad for x in xs] + [p.grad for p in layer.parameters()]
+    batches = [inputs_of(rank, UNEVEN[rank]), inputs_of(rank + 10, UNEVEN[-1 - rank])]
+    gradients, num_integers = gradients_by(way, layer, batches)
+    assert num_integers == 4
+    return gradients
 
 
 def checkpoint_by_all_ways(levels):
-    from deepspeed import checkpointing
-    from torch.utils.checkpoint import checkpoint
-
-    expected = checkpointed(lambda function, x: function(x), levels)
-    ways = {
-        "torch reentrant": lambda function, x: checkpoint(function, x, use_reentrant=True),
-        "torch non-reentrant": lambda function, x: checkpoint(function, x, use_reentrant=False),
-        "DeepSpeed": checkpointing.checkpoint,
-    }
+    ways = checkpoint_ways()
+    expected = checkpointed(ways.pop("plain"), levels)
     for name, way in ways.items():
         for found, wanted in zip(checkpointed(way, levels), expected, strict=True):
             assert_close(found, wanted, what=f"{name}, {levels}")

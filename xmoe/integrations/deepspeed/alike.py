@@ -78,8 +78,7 @@ def agree_on_training(experts: Experts, group: dist.ProcessGroup) -> None:
     Gate and hidden states need gradients on every rank or on none; experts, of which each rank has its own, may be
     frozen on some ranks only.
     """
-    trains = any(parameter.requires_grad for parameter in experts.parameters())
-    experts.trains_somewhere = any(_everywhere(trains, group))
+    experts.trains_somewhere = any(_everywhere(_train(experts), group))
 
 
 def check_who_trains(
@@ -96,7 +95,7 @@ def check_who_trains(
         reason, instead = _needs_all_groups(content, optimizer, pipeline=pipeline)
     own = {layer.expert_group_name: False for _, layer in layers}
     for _, layer in layers:
-        own[layer.expert_group_name] |= any(p.requires_grad for p in layer.deepspeed_moe.experts.parameters())
+        own[layer.expert_group_name] |= _train(layer.deepspeed_moe.experts)
     of_rank = _everywhere(own) if dist.is_initialized() else [own]
     if not reason:
         return
@@ -113,15 +112,15 @@ def check_who_trains(
 
 def _needs_all_groups(content: dict[str, Any], optimizer: Any, *, pipeline: bool) -> tuple[str, str]:
     """What without ZeRO takes only ranks that train alike, "" where nothing does; and what to use in its place."""
-    if not any(content.get(name, {}).get("enabled") for name in ("bf16", "bfloat16", "fp16")):
+    if not any((content.get(name) or {}).get("enabled") for name in ("bf16", "bfloat16", "fp16")):
         return "", ""
     if pipeline:
         return "a pipeline in 16 bits", "use fp32"
-    if content.get("data_types", {}).get("grad_accum_dtype") is not None:
+    if (content.get("data_types") or {}).get("grad_accum_dtype") is not None:
         return "data_types.grad_accum_dtype in 16 bits", "leave it out"
     if optimizer is None:
-        described = content.get("optimizer", {})
-        name, of_torch = str(described.get("type", "")), described.get("params", {}).get("torch_adam", False)
+        described = content.get("optimizer") or {}
+        name, of_torch = str(described.get("type", "")), (described.get("params") or {}).get("torch_adam", False)
         fused = name.lower() != "sgd" and not (name.lower() in ("adam", "adamw") and of_torch)
     else:
         name = getattr(optimizer, "__name__", type(optimizer).__name__)
@@ -129,6 +128,10 @@ def _needs_all_groups(content: dict[str, Any], optimizer: Any, *, pipeline: bool
     if not fused:
         return "", ""
     return f"the optimizer {name!r} in 16 bits", "use SGD, or Adam with optimizer.params.torch_adam"
+
+
+def _train(experts: Experts) -> bool:
+    return any(parameter.requires_grad for parameter in experts.parameters())
 
 
 def _everywhere(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
