@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
 from deepspeed.utils import logger
 from ds_nets import NUM_EXPERTS, PLAIN, D, Net, batch, config, local_state, mlp, reference_loss, whole_state
 from torch import nn
@@ -173,8 +174,23 @@ def _refused():
             initialize(model=net, model_parameters=[p for p in net.parameters() if p.requires_grad], config=ds)
 
 
+def _refused_pipeline():
+    logger.setLevel("ERROR")
+    init_distributed()
+    block = Block(mlp(), ep_size=2, collective_timeout_s=20.0)
+    train_only([block.moe], expert=CHOSEN if dist.get_rank() == 0 else None)
+    net = PipelineModule([block], num_stages=1, loss_fn=lambda out, y: (out - y).square().mean())
+    message = "all experts of rank 1 in layers of ep_size 2 are frozen, which a pipeline in 16 bits does not take"
+    with pytest.raises(ValueError, match=message):
+        initialize(model=net, config=config(kind="SGD", bf16=True))
+
+
 def test_ranks_that_differ_are_refused_where_deepspeed_takes_none():
     run_ranks(2, _refused)
+
+
+def test_a_pipeline_of_ranks_that_differ_is_refused_in_16_bits():
+    run_ranks(2, _refused_pipeline)
 
 
 def _nothing_trains_here():
